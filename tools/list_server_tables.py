@@ -42,7 +42,7 @@ _TAGS |= {"adapters": "vLLM's, for adapters", "state": "state of the server"}
 
 
 def paths() -> Iterator[str]:
-    """Rows of the paths, one for each dialect."""
+    """Rows of the paths, one for each API."""
     engine = AsyncEngine.open("mini")
     settings = ServerSettings(adapter_loading=True, api_keys=("a-key-for-the-table",))
     described = create_app(engine, settings).openapi()["paths"]
@@ -51,7 +51,7 @@ def paths() -> Iterator[str]:
     for path, methods in described.items():
         for method, route in methods.items():
             found.setdefault(_TAGS[route["tags"][0]], []).append(f"`{method.upper()} {path}`")
-    yield from ("| Dialect | Paths |", "|---|---|")
+    yield from ("| API | Paths |", "|---|---|")
     yield from (f"| {title} | {', '.join(given)} |" for title, given in found.items())
 
 
@@ -106,7 +106,7 @@ def _marks(*marks: str) -> str:
 
 
 def served_fields() -> dict[tuple[str, str], list[str]]:
-    """Names of served fields, by dialect and kind of object, in the order of the models."""
+    """Names of served fields, by API and kind of object, in the order of the models."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for module in MODULES:
         for kind in vars(module).values():
@@ -117,7 +117,7 @@ def served_fields() -> dict[tuple[str, str], list[str]]:
 
 
 def request_fields() -> Iterator[str]:
-    """Rows of what is served, ignored and refused: first what dialects share, then each dialect's own objects."""
+    """Rows of what is served, ignored and refused: first what APIs share, then each API's own objects."""
     served = served_fields()
     sampling = tuple(SamplingFields.model_fields)
     of_text = tuple(name for name in openai_chat.TextFields.model_fields if name not in sampling)
@@ -133,22 +133,22 @@ def request_fields() -> Iterator[str]:
         refused = {name: rule for name, rule in rules.refused.items() if name not in above}
         yield f"| {title} | {_named(names)} | {_named(sorted(rules.ignored - ignored_before))} | {_refused(refused)} |"
         ignored_before |= set() if rules is LEFTOVERS else rules.ignored
-    for dialect, title in TITLES.items():
-        places = dict.fromkeys([place for at, place in served if at == dialect] + list(TABLE.get(dialect, {})))
+    for api, title in TITLES.items():
+        places = dict.fromkeys([place for at, place in served if at == api] + list(TABLE.get(api, {})))
         for place in sorted(places, key=bool):  # the request first
-            rules, own = TABLE.get(dialect, {}).get(place, FieldRules()), served.get((dialect, place), [])
-            if not place and dialect in _FOR_TEXT:
-                shared = (*sampling, *of_text) if dialect in ("chat", "completions") else sampling
+            rules, own = TABLE.get(api, {}).get(place, FieldRules()), served.get((api, place), [])
+            if not place and api in _FOR_TEXT:
+                shared = (*sampling, *of_text) if api in ("chat", "completions") else sampling
                 own = [name for name in own if name not in shared]
             ignored = rules.ignored - _shared_names(rules) - set(own)
             refused = {name: rule for name, rule in rules.refused.items() if TEXT_REQUEST.refused.get(name) != rule}
-            if place and not ignored and not refused and dialect != "tokenize":
+            if place and not ignored and not refused and api != "tokenize":
                 continue  # /openapi.json describes it
             yield f"| {title}{f' `{place}`' if place else ''} | {_named(own)} | {_named(sorted(ignored))} | {_refused(refused)} |"
 
 
 def _shared_names(rules: FieldRules) -> frozenset[str]:
-    """Ignored names in the rows of what dialects share."""
+    """Ignored names in the rows of what APIs share."""
     return frozenset().union(*(one.ignored for one in (REQUEST, LEFTOVERS, OTHER_SAMPLERS, TEXT_REQUEST) if one.ignored <= rules.ignored))
 
 

@@ -19,7 +19,7 @@ from paceline.kv_cache.block_pool import BlockPool
 from paceline.models.adapters.adapter import Adapter
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardBatch, IntArray
-from paceline.runtimes.native.adapters import AdapterRows
+from paceline.runtimes.native.adapters import AdapterMapping
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.records import Pass
 from paceline.speculation.request import Request
@@ -270,15 +270,15 @@ def mix_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def mix_pairs(patch: pytest.MonkeyPatch) -> None:
-    real = AdapterRows.fill
+    real = AdapterMapping.fill
 
-    def fill(rows: AdapterRows, record: Pass, *given: Any) -> None:
+    def fill(rows: AdapterMapping, record: Pass, *given: Any) -> None:
         real(rows, record, *given)
         if record.num_adapters:
             adapter_of_row: Any = rows._kept_alive[-1]
             adapter_of_row[...] = adapter_of_row[::-1].copy()
 
-    patch.setattr(AdapterRows, "fill", fill)
+    patch.setattr(AdapterMapping, "fill", fill)
 
 
 def lose_embedding(patch: pytest.MonkeyPatch) -> None:

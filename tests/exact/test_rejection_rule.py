@@ -164,7 +164,7 @@ def test_fault_of_a_wrong_residual_after_a_second_draw_is_found(name, seed, monk
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
-def test_fault_of_verifying_siblings_in_another_order_is_found(seed, monkeypatch):
+def test_fault_of_verifying_siblings_in_reverse_order_is_found(seed, monkeypatch):
     children = DraftTree.children
     monkeypatch.setattr(DraftTree, "children", lambda tree, node: children(tree, node)[::-1])
     assert not _is_exact(SHAPES["two draws"], seed, NUM_WRONG_CASES)

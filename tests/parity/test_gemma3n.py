@@ -89,7 +89,7 @@ LEFT_OUT: dict[str, Change] = {
     "other top-k": map_mlps(lambda mlp: {"top_k_factor": mlp.top_k_factor and mlp.top_k_factor * 0.8}),
     "laurel": change_layers(laurel_rank=0),
     "layer inputs": change_layers(per_layer_input=None),
-    "other active stream": map_layers(lambda own: replace(own, altup=replace(own.altup, active=1))),
+    "other active stream": map_layers(lambda own: replace(own, altup=replace(own.altup, active_index=1))),
     "output scale": map_layers(lambda own: replace(own, altup=replace(own.altup, has_output_scale=False))),
     "window": change_window(17),
     "scale": change_mixers(scale=0.25),

@@ -14,8 +14,8 @@ def test_server_page_table_equals_the_code(name: str) -> None:
     assert page == with_block(page, name, BLOCKS[name]()), "python tools/list_server_tables.py --write"
 
 
-def test_every_dialect_has_fields_in_the_server_page() -> None:
-    assert set(TITLES) == set(TABLE) == {dialect for dialect, _ in served_fields()}
+def test_every_api_has_fields_in_the_server_page() -> None:
+    assert set(TITLES) == set(TABLE) == {api for api, _ in served_fields()}
 
 
 def test_every_tool_call_format_has_a_row_in_the_server_page() -> None:

@@ -35,7 +35,7 @@ def logits(directory: Path) -> torch.Tensor:
         return model(torch.tensor([IDS])).logits[0]
 
 
-def test_grown_model_has_the_logits_of_its_source_in_transformers(source: Path, grown: Path) -> None:
+def test_enlarged_model_keeps_the_source_logits_in_transformers(source: Path, grown: Path) -> None:
     wanted = logits(source)
     assert float((logits(grown) - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     config = json.loads((grown / "config.json").read_text(encoding="utf-8"))

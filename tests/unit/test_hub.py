@@ -105,7 +105,7 @@ def test_empty_model_name_is_refused(name: str, no_download: Download) -> None:
         resolve_model(name)
 
 
-def test_missing_path_object_as_model_is_refused(tmp_path: Path, no_download: Download) -> None:
+def test_path_of_a_missing_model_is_refused(tmp_path: Path, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model(tmp_path / "model")
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -40,28 +40,28 @@ class OwnModel:
     """A model in one mode, with a clock around its kernels.
 
     Args:
-        order: the first line.
+        command: the first line.
 
     Raises:
         PacelineError: it cannot be loaded.
     """
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, command: dict[str, Any]) -> None:
         self._inside: TimedCall | None = None
         if kernels_path() is not None:
             library: Any = kernels()
             self._inside = library.paceline_run = TimedCall(library.paceline_run)
-        drafters = order["drafters"]
+        drafters = command["drafters"]
         options = {
-            **order["options"],
+            **command["options"],
             "drafter": list(drafters) if len(drafters) > 1 else drafters[0] if drafters else "none",
-            "threads": order["threads"],
-            "max_model_len": order["context"],
+            "threads": command["threads"],
+            "max_model_len": command["context"],
             "enable_prefix_caching": False,  # rows of earlier requests must not help later ones
         }
-        if order["num_speculative_tokens"] is not None:
-            options["num_speculative_tokens"] = order["num_speculative_tokens"]
-        self._loaded: LoadedEngine = load_engine(*parse_settings(order["model"], options))
+        if command["num_speculative_tokens"] is not None:
+            options["num_speculative_tokens"] = command["num_speculative_tokens"]
+        self._loaded: LoadedEngine = load_engine(*parse_settings(command["model"], options))
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the model for the report."""
@@ -87,16 +87,16 @@ class OwnModel:
             facts["cache_bytes_per_token"] = cache.bytes_per_token if config.sliding_window is None else None
         return facts
 
-    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Run a request or a batch.
 
         Raises:
             PacelineError: it cannot be served.
         """
-        items = order.get("batch") or [order]
+        items = command.get("batch") or [command]
         inside = 0.0 if self._inside is None else self._inside.seconds
         start = time.perf_counter()
-        requests = [self._request(item) for item in items]
+        requests = [self._engine_request(item) for item in items]
         times: list[list[float]] = [[] for _ in requests]
         num_passes = self._run(requests, times, start)
         seconds = time.perf_counter() - start
@@ -107,9 +107,9 @@ class OwnModel:
         if self._inside is not None and isinstance(self._loaded.engine.runtime, NativeNetwork):
             answer["host_s"] = max(0.0, seconds - (self._inside.seconds - inside))
         outputs = [{"token_ids": list(request.output_token_ids), "times_s": own} for request, own in zip(requests, times, strict=True)]
-        return answer | ({"outputs": outputs} if "batch" in order else outputs[0])
+        return answer | ({"outputs": outputs} if "batch" in command else outputs[0])
 
-    def _request(self, item: dict[str, Any]) -> EngineRequest:
+    def _engine_request(self, item: dict[str, Any]) -> EngineRequest:
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
         options: RequestOptions = {}
         if item.get("prediction") and self._loaded.engine.speculator.uses_predicted_outputs:

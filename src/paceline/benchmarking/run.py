@@ -1,4 +1,4 @@
-"""Run a benchmark: open the worker processes, send each order to them in turns, and end them whatever happens."""
+"""Run a benchmark: open the worker processes, send each request to them in turns, and end them whatever happens."""
 
 import json
 import os
@@ -65,7 +65,7 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def send(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and return the reply.
 
         Raises:
@@ -74,7 +74,7 @@ class WorkerProcess:
         """
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError):
             raise self._died() from None
@@ -281,17 +281,17 @@ class Run:
         cells = [(workload, temperature) for workload in self._questions.prompts for temperature in self._plan.temperatures]
         self._fit(num_cells=len(cells))
         prompts = {name: self._prompts_of(name) for name in self._questions.prompts}
-        orders = [
-            order
+        requests = [
+            request
             for workload, temperature in cells
-            for order in make_worker_requests(workload, temperature, prompts[workload], self._plan.batch_size)
+            for request in make_worker_requests(workload, temperature, prompts[workload], self._plan.batch_size)
         ]
         rounds = self.measured.size.rounds
-        count = f"{len(orders)} request{'' if len(orders) == 1 else 's'}"
+        count = f"{len(requests)} request{'' if len(requests) == 1 else 's'}"
         self._watcher.print_line(f"measuring {len(self._workers)} modes in turns: {1 + rounds} rounds of {count}, the first to warm up")
-        self._watcher.begin((1 + rounds) * len(orders))
+        self._watcher.begin((1 + rounds) * len(requests))
         for number in range(1 + rounds):
-            for place, order in enumerate(orders):
+            for place, request in enumerate(requests):
                 if time.monotonic() > self._deadline_s:
                     self.measured.ended = OUT_OF_TIME
                     where = f"in round {number} of {rounds} (round 0 warms up)"
@@ -300,14 +300,14 @@ class Run:
                     )
                     return
                 for mode in rotate_modes(self.measured.modes, number + place):
-                    self._measure_request(mode, order, number)
+                    self._measure_request(mode, request, number)
                 self._watcher.advance()
 
     def _fit(self, *, num_cells: int) -> None:
         """Run one of the longer prompts in every mode (warm-up), and reduce the size to what fits into the time."""
         size, plan = self.measured.size, self._plan
         first = [make_worker_requests(name, plan.temperatures[0], own, plan.batch_size)[0] for name, own in self._questions.prompts.items()]
-        longer = sorted(first, key=lambda order: order.num_prompt_tokens)[3 * len(first) // 4]
+        longer = sorted(first, key=lambda request: request.num_prompt_tokens)[3 * len(first) // 4]
         turn_s = 0.0
         for mode in self.measured.modes:
             if mode.name in self._workers and not mode.needs_prediction:
@@ -340,36 +340,36 @@ class Run:
         room = self._questions.context - self.measured.size.tokens
         return [prompt for prompt in made if len(prompt.prompt_ids) <= room] or prompts
 
-    def _measure_request(self, mode: Mode, order: WorkerRequest, number: int) -> None:
+    def _measure_request(self, mode: Mode, request: WorkerRequest, number: int) -> None:
         """Send one request to one mode and keep the sample."""
-        if mode.name not in self._workers or (mode.needs_prediction and not order.has_predictions):
+        if mode.name not in self._workers or (mode.needs_prediction and not request.has_predictions):
             return
-        answer = self._send(mode, order, number)
+        answer = self._send(mode, request, number)
         if answer is None:
             return
-        known = {"mode": mode.name, "workload": order.workload, "temperature": order.temperature, "prompt": order.index, "round": number}
+        known = {"mode": mode.name, "workload": request.workload, "temperature": request.temperature, "prompt": request.index}
         try:
-            sample = Sample.of(answer, **known, num_prompt_tokens=order.num_prompt_tokens)
+            sample = Sample.of(answer, **known, round=number, num_prompt_tokens=request.num_prompt_tokens)
             if any(len(output.token_ids) != self.measured.size.tokens for output in sample.outputs):
-                raise ValueError(f"{sample.num_tokens} tokens where {self.measured.size.tokens * len(order.prompts)} were requested")
+                raise ValueError(f"{sample.num_tokens} tokens where {self.measured.size.tokens * len(request.prompts)} were requested")
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(mode, order, number, f"{mode.name} broke the protocol ({type(error).__name__}: {error})")
+            self._fail(mode, request, number, f"{mode.name} broke the protocol ({type(error).__name__}: {error})")
             return
         self.measured.samples.append(sample)
 
-    def _send(self, mode: Mode, order: WorkerRequest, number: int | None = None) -> dict[str, Any] | None:
+    def _send(self, mode: Mode, request: WorkerRequest, number: int | None = None) -> dict[str, Any] | None:
         """Send a request; return the reply, or None after recording a failure."""
         worker = self._workers[mode.name]
         try:
-            return worker.send(order.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
+            return worker.send(request.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
         except WorkerError as failure:
             if failure.is_over:
                 del self._workers[mode.name]
-            self._fail(mode, order, number, str(failure))
+            self._fail(mode, request, number, str(failure))
             return None
 
-    def _fail(self, mode: Mode, order: WorkerRequest, number: int | None, message: str) -> None:
-        failure = WorkerFailure(mode.name, message, order.workload, order.temperature, number)
+    def _fail(self, mode: Mode, request: WorkerRequest, number: int | None, message: str) -> None:
+        failure = WorkerFailure(mode.name, message, request.workload, request.temperature, number)
         known = {(one.mode, one.message, one.workload, one.temperature) for one in self.measured.failures}
         if (failure.mode, failure.message, failure.workload, failure.temperature) not in known:
             self.measured.failures.append(failure)

@@ -25,7 +25,7 @@ class Entry:
 
 
 class MessageInput(Protocol):
-    """A source of messages.
+    """Reads the user's messages.
 
     Attributes:
         is_interactive: whether a user can go on after an error.
@@ -91,7 +91,7 @@ class Editor:
             PROMPT,
             multiline=True,
             prompt_continuation=CONTINUATION,
-            key_bindings=self._keys(),
+            key_bindings=self._key_bindings(),
             output=create_output(always_prefer_tty=True),  # a redirected stdout holds answers only
             reserve_space_for_menu=0,
             enable_suspend=True,
@@ -108,7 +108,7 @@ class Editor:
     def _is_pasted(self, text: str) -> bool:
         return bool(self._first_paste) and text.startswith(self._first_paste.rstrip("\n"))
 
-    def _keys(self) -> "KeyBindings":
+    def _key_bindings(self) -> "KeyBindings":
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.keys import Keys
 

@@ -130,7 +130,7 @@ SERVER = Panel(
         "reasoning_parser": "Format of its reasoning: auto, none, or a name such as qwen3; docs/server.md lists all.",
         "max_loaded": "Of several models, how many are loaded at a time; fewer if memory is short.",
         "unload_after": "Time without requests after which a model is unloaded, such as 10m; never = only to make room for another.",
-        "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
+        "unknown_fields": "Fields of a request that no API has: ignore them and name them in the log, or refuse the request.",
         "max_queue": "Samples that may wait; more are refused with status 429.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",

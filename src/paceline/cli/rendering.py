@@ -153,11 +153,11 @@ class DraftWriter(Writer):
             if text:
                 self._pieces.append((len(text), origin))
         for text, origin in self._split(chunk.text):
-            self._mark(origin)
+            self._bracket(origin)
             self._put(text, STYLES[origin] if self._in_colour else "")
 
     def close(self) -> None:
-        self._mark(None)
+        self._bracket(None)
         super().close()
 
     def _split(self, text: str) -> Iterator[tuple[str, TokenOrigin]]:
@@ -178,7 +178,7 @@ class DraftWriter(Writer):
         sys.stdout.flush()
         self._at_line_start = text.endswith("\n")
 
-    def _mark(self, origin: TokenOrigin | None) -> None:
+    def _bracket(self, origin: TokenOrigin | None) -> None:
         """Close the bracket of the previous run of tokens and open that of the next."""
         if not self._in_colour and origin is not self._open:
             closing = MARKS[self._open][1] if self._open else ""

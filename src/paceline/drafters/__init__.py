@@ -196,13 +196,13 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
 
 def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
     """Return the drafters, without the drafter that "auto" chose if the user also named it."""
-    by_files: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
+    unique: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
-        known = by_files.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
+        known = unique.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
         if known[1] is not drafter and (name == known[0] or "auto" not in (name, known[0])):
             how = f"{name!r} twice" if name == known[0] else f"{known[0]!r} and {name!r}, which are the same"
             raise IncompatibleDrafterError(f"drafter list {list(names)} holds {how}: name each drafter once")
-    return tuple(drafter for _, drafter in by_files.values())
+    return tuple(drafter for _, drafter in unique.values())
 
 
 def prepare_drafter(name: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:

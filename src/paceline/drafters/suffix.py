@@ -73,13 +73,13 @@ class SuffixAutomaton:
     def extend_match(self, match: Match, token_id: int) -> Match:
         """Return the longest suffix of a match plus one token that occurs in the text, of at most `max_match` tokens."""
         nexts, links, lengths = self._next, self._link, self._length
-        state, length = self.normalize(match)
+        state, length = self.refresh(match)
         while token_id not in nexts[state]:
             if state == 0:
                 return 0, 0
             state = links[state]
             length = lengths[state]
-        return self.normalize((nexts[state][token_id], min(length + 1, self.max_match)))
+        return self.refresh((nexts[state][token_id], min(length + 1, self.max_match)))
 
     @property
     def repeated_suffix(self) -> Match:
@@ -87,7 +87,7 @@ class SuffixAutomaton:
         state = self._link[self._last] if self.size else 0
         if self._length[state] <= self.max_match:
             return state, self._length[state]
-        return self.normalize((self._counted, self.max_match))
+        return self.refresh((self._counted, self.max_match))
 
     def next_tokens(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
         """Return the tokens that followed a match in the text. If none did, its suffixes are tried, down to `min_match` tokens.
@@ -140,14 +140,14 @@ class SuffixAutomaton:
             if length < max_match:
                 length += 1
             else:
-                state, length = self.normalize((state, length))
+                state, length = self.refresh((state, length))
         return tokens
 
     def _longer_match(self, state: int, length: int) -> Match:
         """Return the match whose last token led to `state`, after a match of `length` tokens."""
-        return (state, length + 1) if length < self.max_match else self.normalize((state, length))
+        return (state, length + 1) if length < self.max_match else self.refresh((state, length))
 
-    def normalize(self, match: Match) -> Match:
+    def refresh(self, match: Match) -> Match:
         """Return the same substring with the state that contains it now. States may have been split, or the substring shortened."""
         state, length = match
         links, lengths = self._link, self._length
@@ -207,7 +207,7 @@ class _StoreMatch:
             self.num_compared, self.match = first, (0, 0)
         for token in token_ids[self.num_compared :]:
             self.match = self.automaton.extend_match(self.match, token)
-        self.match = self.automaton.normalize(self.match)  # states are split when outputs are added to the store
+        self.match = self.automaton.refresh(self.match)  # states are split when outputs are added to the store
         self.num_compared = len(token_ids)
 
 

@@ -388,14 +388,14 @@ class AltUp:
     corrects the streams to p_i + (1 + correct(g(y))_i) (y - p_active).
 
     Attributes:
-        active: index of the stream that layers compute.
+        active_index: of the stream that layers compute.
         has_output_scale: the corrected active stream is multiplied by a learned vector before the gate of the per-layer input reads it.
 
     Source: Baykal et al. 2023, "Alternating Updates for Efficient Transformers", section 3; Gemma 3n's model in transformers 5.24.
     """
 
     num_streams: int
-    active: int
+    active_index: int
     width: int
     has_output_scale: bool = True
 

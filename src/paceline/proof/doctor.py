@@ -166,55 +166,55 @@ class Diagnosis:
         }
 
 
-def diagnose(question: DoctorOptions) -> Diagnosis:
+def diagnose(options: DoctorOptions) -> Diagnosis:
     """Check the files; what cannot work becomes a problem in the result. Nothing is downloaded.
 
     Raises:
         PromptError: the model does not take one of the prompts.
     """
-    found = Diagnosis(question.engine.model)
+    found = Diagnosis(options.engine.model)
     with found.collected_problems():
-        path = resolve_model(question.engine.model, gguf_file=question.engine.gguf_file, offline=True)
-        found.target = read_checkpoint_facts(path, question.engine.max_model_len)
-        if question.engine.merge_adapter is not None:
-            found.target, found.merged = with_merged(found.target, question.engine.merge_adapter, question.quantization)
+        path = resolve_model(options.engine.model, gguf_file=options.engine.gguf_file, offline=True)
+        found.target = read_checkpoint_facts(path, options.engine.max_model_len)
+        if options.engine.merge_adapter is not None:
+            found.target, found.merged = with_merged(found.target, options.engine.merge_adapter, options.quantization)
     if not found.works or found.target is None:
-        suggested = suggest_drafters(model_names(question.engine.model, None))
+        suggested = suggest_drafters(model_names(options.engine.model, None))
         found.suggested = suggested if any(one.location != "built_in" for one in suggested) else []
         return found
-    limit, max_model_len = found.target.config.max_positions, question.engine.max_model_len
+    limit, max_model_len = found.target.config.max_positions, options.engine.max_model_len
     if max_model_len is not None and max_model_len > limit:
         found.problems.append(f"max_model_len is {max_model_len}, the model's limit is {limit}: lower max_model_len")
     try:
-        options = HeadOptions.parse(question.speculation.drafter_options)
+        head_options = HeadOptions.parse(options.speculation.drafter_options)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
-    _examine_drafters(found, found.target, question, options)
-    for name, directory in question.engine.adapters.items():
+    _examine_drafters(found, found.target, options, head_options)
+    for name, directory in options.engine.adapters.items():
         with found.collected_problems():
             found.adapters.append(AdapterDiagnosis.of(_read_adapter(name, Path(directory), found.target, read_any_adapter)))
     with found.collected_problems():  # nothing that is installed may be able to run it
-        _estimate(found, found.target, question)
-    if question.probe_arguments is not None and found.works:
+        _estimate(found, found.target, options)
+    if options.probe_arguments is not None and found.works:
         with found.collected_problems():
-            found.probe = probe(question.probe_prompts, **question.probe_arguments)
-            found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
-    costs = None if found.probe is None else pass_costs(found.target, question.quantization, found.probe.pass_s)
-    names = model_names(question.engine.model, found.target.path)
-    found.suggested = suggest_drafters(names, costs, quantization=_draft_quant(found.target, question))
+            found.probe = probe(options.probe_prompts, **options.probe_arguments)
+            found.notes += _layout_notes(found.drafters, options.drafters, options.probe_arguments)
+    costs = None if found.probe is None else pass_costs(found.target, options.quantization, found.probe.pass_s)
+    names = model_names(options.engine.model, found.target.path)
+    found.suggested = suggest_drafters(names, costs, quantization=_draft_quant(found.target, options))
     return found
 
 
-def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions) -> None:
-    for name in question.drafters:
-        found.drafters.append(examine_drafter(name, target, question, options, found.problems, found.notes))
-    for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
+def _examine_drafters(found: Diagnosis, target: CheckpointFacts, options: DoctorOptions, head_options: HeadOptions) -> None:
+    for name in options.drafters:
+        found.drafters.append(examine_drafter(name, target, options, head_options, found.problems, found.notes))
+    for name in dict.fromkeys(name for name in options.drafters if options.drafters.count(name) > 1):
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
         with found.collected_problems():
-            options.check_all_used_by(drafter.name for drafter in found.drafters)
-            check_draft_adapter(question.speculation.draft_adapter, [drafter.name for drafter in found.drafters])
+            head_options.check_all_used_by(drafter.name for drafter in found.drafters)
+            check_draft_adapter(options.speculation.draft_adapter, [drafter.name for drafter in found.drafters])
 
 
 def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -258,7 +258,7 @@ def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Call
 
 
 def examine_drafter(
-    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str], notes: list[str]
+    name: str, target: CheckpointFacts, options: DoctorOptions, head_options: HeadOptions, problems: list[str], notes: list[str]
 ) -> DrafterDiagnosis:
     """Return the facts of one drafter and whether it fits a target.
 
@@ -275,12 +275,12 @@ def examine_drafter(
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
             head, pair = check_head(
-                prepared.head, target, options, lm_head_copy_options(_draft_quant(target, question), question.quantization)
+                prepared.head, target, head_options, lm_head_copy_options(_draft_quant(target, options), options.quantization)
             )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
-        facts, adapter = read_checkpoint_facts(prepared.path, question.engine.max_model_len), None
-        if question.speculation.draft_adapter is not None:
-            facts, adapter = with_merged(facts, question.speculation.draft_adapter, _draft_quant(target, question))
+        facts, adapter = read_checkpoint_facts(prepared.path, options.engine.max_model_len), None
+        if options.speculation.draft_adapter is not None:
+            facts, adapter = with_merged(facts, options.speculation.draft_adapter, _draft_quant(target, options))
         pair = check_draft_model(target, facts)
     except PacelineError as error:
         problems.append(str(error))
@@ -290,21 +290,21 @@ def examine_drafter(
     return DrafterDiagnosis(prepared.name, facts, pair=pair, adapter=adapter)
 
 
-def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions) -> None:
-    found.notes += target.weights.notices if question.quantization is None else ()
-    dtype, max_model_len = question.engine.kv_cache_dtype, question.engine.max_model_len
+def _estimate(found: Diagnosis, target: CheckpointFacts, options: DoctorOptions) -> None:
+    found.notes += target.weights.notices if options.quantization is None else ()
+    dtype, max_model_len = options.engine.kv_cache_dtype, options.engine.max_model_len
     kv_cache_dtype = None if dtype == "auto" else KVCacheDtype(dtype)
     main = estimate_memory(
-        target, question.quantization, _device(question), found.notes, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len
+        target, options.quantization, _device(options), found.notes, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len
     )
     if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
         main = replace(
             main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=tuple((rows, 2 * row_bytes) for rows, row_bytes in main.windows)
         )
         found.notes.append(f"X-LoRA ({', '.join(mixed)}): a step with it takes two passes, and keys and values are kept twice")
-    drafts = [own for one in found.drafters if (own := _draft_memory(one, target, question, found.notes)) is not None]
+    drafts = [own for one in found.drafters if (own := _draft_memory(one, target, options, found.notes)) is not None]
     context = min(max_model_len or target.config.max_positions, target.config.max_positions)
-    available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
+    available = available_memory_bytes() if options.memory_bytes is None else options.memory_bytes
     found.memory = memory = MemoryEstimate(main, drafts, context, available, sum(adapter.nbytes for adapter in found.adapters))
     if not memory.fits:
         found.problems.append(
@@ -317,7 +317,7 @@ def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
-    if question.quantization is not None:
+    if options.quantization is not None:
         found.notes += _cache_notes()
     found.numerics, found.numerics_reason = (
         ("fast", "torch picks kernels by a pass's shape")
@@ -337,20 +337,20 @@ def _cache_notes() -> list[str]:
     ]
 
 
-def _draft_memory(drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorOptions, notes: list[str]) -> ModelMemory | None:
+def _draft_memory(drafter: DrafterDiagnosis, target: CheckpointFacts, options: DoctorOptions, notes: list[str]) -> ModelMemory | None:
     """Return the memory of a drafter's network; None where it has none."""
-    quantization, max_model_len = _draft_quant(target, question), question.engine.max_model_len
+    quantization, max_model_len = _draft_quant(target, options), options.engine.max_model_len
     if drafter.head is not None:
         return drafter.head.memory(quantization)
     if drafter.facts is None:
         return None
-    return estimate_memory(drafter.facts, quantization, _device(question), notes, is_draft=True, max_model_len=max_model_len)
+    return estimate_memory(drafter.facts, quantization, _device(options), notes, is_draft=True, max_model_len=max_model_len)
 
 
-def _device(question: DoctorOptions) -> str:
-    return "cuda" if question.engine.device == "cuda" else "cpu"
+def _device(options: DoctorOptions) -> str:
+    return "cuda" if options.engine.device == "cuda" else "cpu"
 
 
-def _draft_quant(target: CheckpointFacts, question: DoctorOptions) -> QuantOptions | None:
-    bits = mean_weight_bits(target.weights, question.quantization)
-    return draft_quant_options(question.speculation.draft_quantization, bits, device=_device(question))
+def _draft_quant(target: CheckpointFacts, options: DoctorOptions) -> QuantOptions | None:
+    bits = mean_weight_bits(target.weights, options.quantization)
+    return draft_quant_options(options.speculation.draft_quantization, bits, device=_device(options))

@@ -33,24 +33,24 @@ class Fetched:
         return {"drafter": self.drafter, "path": str(self.path), "bytes": self.num_bytes, "is_used": self.is_used}
 
 
-def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tuple[Diagnosis, Fetched | None]:
-    """Download the drafter that the question names, or else the recommended one, and diagnose the target with it.
+def fetch_drafter(options: DoctorOptions, report: Callable[[str], None]) -> tuple[Diagnosis, Fetched | None]:
+    """Download the drafter that the options name, or else the recommended one, and diagnose the target with it.
 
     Args:
-        question: its drafters are ("auto",), or the id of one drafter on the Hub.
+        options: its drafters are ("auto",), or the id of one drafter on the Hub.
         report: gets a line before the download: what is downloaded, its size, and where its files are stored.
 
     Returns:
         the diagnosis with the downloaded drafter, and what was downloaded. If the target cannot work, its diagnosis and None.
 
     Raises:
-        ConfigError: no drafter is published for the target, or the question names something else than one drafter on the Hub.
+        ConfigError: no drafter is published for the target, or the options name something else than one drafter on the Hub.
         CheckpointError: the Hub cannot be reached or denies access, the disk is full, or the cache directory cannot be written.
     """
-    named = _named_drafter(question)
-    probe_arguments = question.probe_arguments and {**question.probe_arguments, "drafter": "none"}
-    without = replace(question.speculation, drafter="none", draft_adapter=None, drafter_options={})
-    found = diagnose(replace(question, speculation=without, probe_arguments=None if named else probe_arguments))
+    named = _named_drafter(options)
+    probe_arguments = options.probe_arguments and {**options.probe_arguments, "drafter": "none"}
+    without = replace(options.speculation, drafter="none", draft_adapter=None, drafter_options={})
+    found = diagnose(replace(options, speculation=without, probe_arguments=None if named else probe_arguments))
     if not found.works or found.target is None:
         return found, None
     name = named or _recommended(found)
@@ -63,16 +63,16 @@ def fetch_drafter(question: DoctorOptions, report: Callable[[str], None]) -> tup
     size = format_bytes(plan.num_bytes) if plan.missing_bytes else "all files are there already"
     report(f"downloading {name} from the Hugging Face Hub into {plan.directory}: {size}")
     path, target = resolve_model(name, with_heads=True), found.target.path
-    probe_arguments = None if question.probe_arguments is None else {**question.probe_arguments, "drafter": str(path)}
-    found = diagnose(replace(question, speculation=replace(question.speculation, drafter=str(path)), probe_arguments=probe_arguments))
+    probe_arguments = None if options.probe_arguments is None else {**options.probe_arguments, "drafter": str(path)}
+    found = diagnose(replace(options, speculation=replace(options.speculation, drafter=str(path)), probe_arguments=probe_arguments))
     if found.works:
         record_fetched_drafter(target, name, path)
     return found, Fetched(name, path, plan.num_bytes, found.works)
 
 
-def _named_drafter(question: DoctorOptions) -> str | None:
-    """Return the id of the drafter that the question names; None = the recommended one."""
-    names = question.drafters
+def _named_drafter(options: DoctorOptions) -> str | None:
+    """Return the id of the drafter that the options names; None = the recommended one."""
+    names = options.drafters
     if names == ("auto",):
         return None
     if len(names) > 1 or names[0] in DRAFTER_NAMES or "/" not in names[0] or Path(names[0]).exists():

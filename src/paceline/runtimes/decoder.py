@@ -435,7 +435,7 @@ def altup_layer(blocks: Blocks[Value], config: LayerConfig, altup: AltUp, stream
 
 def active_stream(blocks: Blocks[Value], altup: AltUp, streams: Value) -> Value:
     """Return the stream [T, E] that layers compute."""
-    return blocks.columns(streams, altup.active * altup.width, altup.width)
+    return blocks.columns(streams, altup.active_index * altup.width, altup.width)
 
 
 def split_into_streams(blocks: Blocks[Value], altup: AltUp, x: Value) -> Value:

@@ -16,7 +16,7 @@ def round_to_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArr
 
 def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
     """Return rows [T, E] float32 of an embedding table, rounded to `round_to`, times `config.embedding_scale`."""
-    return scaled_rows(unscaled_embedding_rows(embedding, token_ids, round_to), config, round_to)
+    return scaled_embeddings(unscaled_embedding_rows(embedding, token_ids, round_to), config, round_to)
 
 
 def unscaled_embedding_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
@@ -39,7 +39,7 @@ def per_layer_row_indices(token_ids: NDArray[np.int32], config: ModelConfig) -> 
     return np.where(token_ids < config.per_layer_vocab_size, token_ids, 0).astype(np.int32)
 
 
-def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
+def scaled_embeddings(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
     """Return embedding rows times `config.embedding_scale`, rounded to `round_to`."""
     return rows if config.embedding_scale == 1.0 else _scale_and_round(rows, config.embedding_scale, round_to)
 

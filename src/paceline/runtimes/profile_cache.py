@@ -13,7 +13,7 @@ FILE_NAME = "measured.json"
 
 
 class ProfileCache:
-    """Measured values (JSON) by key, see `profile_key`.
+    """A JSON file of measurements by `profile_key`.
 
     Args:
         directory: directory of the file; None = store nothing.

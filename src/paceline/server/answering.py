@@ -1,4 +1,4 @@
-"""From a body to an answer, in every dialect: read it, build the answer, send it whole or streamed."""
+"""From a body to an answer, in every API: read it, build the answer, send it whole or streamed."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.dialects import dialect_of
+from paceline.server.apis import api_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.fields import MAX_INLINE_BYTES, Fields, Read, read_body, report_ignored
@@ -142,7 +142,7 @@ async def _whole(request: Request, answer: Answering) -> Response:
 async def _streamed(request: Request, answer: Answering) -> Response:
     events = answer.events()
     first = await cancel_on_disconnect(request, anext(events))
-    return EventStream(first, events, dialect_of(request.url.path))
+    return EventStream(first, events, api_of(request.url.path))
 
 
 @cache  # making them takes most of the time that an application takes to be made
@@ -154,7 +154,7 @@ def request_schema(kind: type[Fields]) -> dict[str, Any]:
 
 @contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about our parameters in this block become errors about the dialect's fields.
+    """Errors about our parameters in this block become errors about the API's fields.
 
     Args:
         names: of the fields, by the parameters'; "messages[" is everything within a message.

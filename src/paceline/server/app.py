@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.server.adapter_routes import adapter_routes
 from paceline.server.answering import add_answer_route, add_json_route
 from paceline.server.anthropic import ConversationFields, MessagesFields, count_tokens, messages
-from paceline.server.dialects import handle_errors
+from paceline.server.apis import handle_errors
 from paceline.server.errors import HttpError
 from paceline.server.middleware import add_middleware
 from paceline.server.model_pool import ModelPool
@@ -76,7 +76,7 @@ def create_pool_app(pool: ModelPool) -> FastAPI:
 
 
 def openai_routes(pool: ModelPool) -> APIRouter:
-    """The routes that answer in OpenAI's dialects."""
+    """The routes that answer in OpenAI's APIs."""
     router = APIRouter(tags=["openai"])
     add_answer_route(router, pool, "/v1/chat/completions", ChatFields, chat_completions)
     add_answer_route(router, pool, "/v1/completions", CompletionFields, completions)

@@ -1,4 +1,4 @@
-"""From a neutral chat request to neutral events: the one way by which every dialect's chats are answered."""
+"""From a neutral chat request to neutral events: the one way by which every API's chats are answered."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A chat request, in the same form for all API dialects.
+    """A chat request, in the same form for all APIs.
 
     Attributes:
         messages: as chat templates know them: `role` and `content`, of answers `tool_calls` ({"id", "type", "function": {"name",
@@ -157,9 +157,9 @@ def checked_tools(
     """The tools of a request.
 
     Args:
-        given: the dialect's objects.
+        given: the API's objects.
         within: the field of a tool that has its name and schema; empty = the tool itself has them.
-        parameters: the dialect's name of the schema.
+        parameters: the API's name of the schema.
 
     Raises:
         HttpError: they are too many or too long, or a name or a schema is wrong.

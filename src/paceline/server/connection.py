@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from paceline.server.dialects import dialect_of
+from paceline.server.apis import api_of
 from paceline.server.errors import HttpError, head_too_large
 from paceline.server.framing import as_json
 from paceline.server.middleware import BODY_TOO_LARGE
@@ -103,11 +103,11 @@ class Connection(H11Protocol):
         self._close()
 
     def _refuse(self, error: HttpError) -> None:
-        """Send an error in the dialect of the path, if one was read."""
+        """Send an error in the API of the path, if one was read."""
         found = _LINE.match(self._line)
         scope: Mapping[str, object] | None = self.scope
         path = found[1].decode("latin-1") if found else "" if scope is None else str(scope["path"])
-        body = as_json(dialect_of(path).error(error))
+        body = as_json(api_of(path).error(error))
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

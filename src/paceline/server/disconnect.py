@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.dialects import Dialect
+from paceline.server.apis import Api
 from paceline.server.errors import ClientGoneError, http_error_of
 
 Result = TypeVar("Result")
@@ -26,20 +26,20 @@ class EventStream(StreamingResponse):
     Args:
         first: the first event, which has been taken from `events`.
         events: yields further whole events.
-        dialect: of the stream and its error.
+        api: of the stream and its error.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], dialect: Dialect) -> None:
-        self._events = _with_error(first, events, dialect)
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], api: Api) -> None:
+        self._events = _with_error(first, events, api)
         headers = {"X-Accel-Buffering": "no"}  # a proxy must not hold events back
-        super().__init__(self._events, media_type=dialect.media_type, headers=headers)
+        super().__init__(self._events, media_type=api.media_type, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await _first(self.stream_response(send), receive)
 
 
-async def _with_error(first: bytes, events: AsyncGenerator[bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
+async def _with_error(first: bytes, events: AsyncGenerator[bytes, None], api: Api) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
         if first:
             yield first
@@ -47,7 +47,7 @@ async def _with_error(first: bytes, events: AsyncGenerator[bytes, None], dialect
             async for event in events:
                 yield event
         except Exception as error:
-            yield dialect.error_event(http_error_of(error))
+            yield api.error_event(http_error_of(error))
 
 
 async def disconnected(receive: Receive) -> None:

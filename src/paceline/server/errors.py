@@ -66,7 +66,7 @@ class HttpError(Exception):
 
     @property
     def text(self) -> str:
-        """The message with the field's name in it, for dialects that have no other place for the name.
+        """The message with the field's name in it, for APIs that have no other place for the name.
 
         Agents compare the beginning of the message about a prompt that is too long; it stays as it is.
         """
@@ -151,7 +151,7 @@ def num_chars(value: object) -> int:
 
 
 def field_error(errors: Sequence[Any], body: object) -> HttpError:
-    """The first wrong field of a body: its name, its value, and what it may be.
+    """Return the error of the first invalid field of a body: its name, value and allowed values.
 
     Args:
         errors: pydantic's.

@@ -1,4 +1,4 @@
-"""Fields of all dialects that are not served: which are ignored and which are refused, by dialect and kind of object.
+"""Fields of all APIs that are not served: which are ignored and which are refused, by API and kind of object.
 
 The served fields are declared by the pydantic models of the requests (`Fields`). A field that is in neither is unknown:
 `ServerSettings.unknown_fields` decides whether it is ignored or refused. tools/list_server_tables.py lists both in docs/server.md.
@@ -67,7 +67,7 @@ _PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequ
 _OWN_TEMPLATE = "the model has its own chat template"
 
 LEFTOVERS = _ignored("cache_control extra_content provider_specific_fields metadata id")
-"""Fields that SDKs, gateways and programs leave in the objects of a request, whatever the dialect."""
+"""Fields that SDKs, gateways and programs leave in the objects of a request, whatever the API."""
 REQUEST = _ignored(
     "user metadata user_id session_id request_id trace_id trace service_tier safety_identifier prompt_cache_key prompt_cache_retention",
     "prompt_cache_options store client_metadata extra_headers extra_query extra_body timeout api_key api_base num_retries",

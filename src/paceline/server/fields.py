@@ -95,7 +95,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     at: ClassVar[tuple[str, str]] = ("", "")
-    """Dialect and kind of object, a class argument: the row of the table."""
+    """API and kind of object, a class argument: the row of the table."""
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
     _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
@@ -151,13 +151,13 @@ class Fields(BaseModel):
         return None
 
     def parameter_names(self) -> Mapping[str, str]:
-        """The dialect's names of our parameters, for errors; see `answering.named`."""
+        """The API's names of our parameters, for errors; see `answering.named`."""
         return {}
 
 
 @cache
 def _known_anywhere() -> frozenset[str]:
-    """Names that some object of some dialect has. They are no misspellings in another one, as `context` is none of `content`."""
+    """Names that some object of some API has. They are no misspellings in another one, as `context` is none of `content`."""
     names, left = set[str](), [Fields]
     while left:
         kind = left.pop()
@@ -298,7 +298,7 @@ class SpeculationFields(Fields, at=("chat", "speculation")):
 
 
 class SamplingFields(Fields):
-    """How tokens are chosen, by the names of `SamplingParams`. A dialect with other names translates them."""
+    """How tokens are chosen, by the names of `SamplingParams`. An API with other names translates them."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -20,8 +20,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.admission import AdmissionControl
+from paceline.server.apis import api_of
 from paceline.server.asgi_client import REQUEST_ID
-from paceline.server.dialects import dialect_of
 from paceline.server.errors import ClientGoneError, HttpError, head_too_large, http_error_of
 from paceline.server.fields import IGNORED_HEADER
 from paceline.server.page.routes import PAGE_PATHS
@@ -68,7 +68,7 @@ def add_middleware(
 
 
 class ServerMiddleware:
-    """Checks each request, logs one line for it, and turns whatever is raised into an answer in its dialect.
+    """Checks each request, logs one line for it, and turns whatever is raised into an answer in its API.
 
     Args:
         admission: may abort requests while the server shuts down.
@@ -176,10 +176,10 @@ class _Exchange:
             raise HttpError(415, text, code="unsupported_encoding", headers={"Accept-Encoding": "identity"})
 
     def _is_json(self, headers: Headers) -> bool:
-        """Return whether the content type is JSON. Dialects whose clients omit it accept any that no browser sends."""
+        """Return whether the content type is JSON. APIs whose clients omit it accept any that no browser sends."""
         if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
             return True
-        if dialect_of(self._scope["path"]).names_type or any(name in headers for name in _BROWSER_HEADERS):
+        if api_of(self._scope["path"]).names_type or any(name in headers for name in _BROWSER_HEADERS):
             return False
         MutableHeaders(scope=self._scope)["content-type"] = "application/json"
         return True
@@ -228,11 +228,11 @@ class _Exchange:
 
     async def _send_error(self, error: HttpError, receive: Receive) -> None:
         """Answer with an error, or end a stream that has begun with one."""
-        dialect = dialect_of(self._scope["path"])
+        api = api_of(self._scope["path"])
         if self._is_open_stream:
-            await self._send_on({"type": "http.response.body", "body": dialect.error_event(error)})
+            await self._send_on({"type": "http.response.body", "body": api.error_event(error)})
         elif self.status is None:
-            response = dialect.response(error)
+            response = api.response(error)
             must_linger = self._has_unread_body
             await self._send_on({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
             await self._send_on({"type": "http.response.body", "body": response.body, "more_body": must_linger})

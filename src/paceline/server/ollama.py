@@ -31,7 +31,7 @@ EMPTY_CHAT, EMPTY_TEXT = {"message": {"role": "assistant", "content": ""}}, {"re
 NEVER = "9999-12-31T23:59:59Z"
 MAX_KEEP_S = 1e9
 """Seconds that a model stays loaded, beyond which a date means never."""
-API_VERSION = "0.12.11"  # the release whose dialect this is; clients compare it with the one that brought a feature
+API_VERSION = "0.12.11"  # the release whose API this is; clients compare it with the one that brought a feature
 DOCUMENTED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's defaults."""
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
@@ -147,7 +147,7 @@ class ShowFields(Fields, at=("ollama", "show")):
 
 
 def ollama_routes(pool: ModelPool) -> APIRouter:
-    """The routes of Ollama's dialect."""
+    """The routes of Ollama's API."""
     router = APIRouter(tags=["ollama"])
     started = _now()
 
@@ -156,7 +156,7 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
 
     @router.get("/api/version")
     async def version() -> Response:
-        """The version of Ollama whose dialect this is."""
+        """The version of Ollama whose API this is."""
         return JSONResponse({"version": API_VERSION})
 
     @router.get("/api/tags")
@@ -290,7 +290,7 @@ def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _OllamaAnswer:
-    """One request, ready to be answered.
+    """Generates one answer and writes it as Ollama does.
 
     Attributes:
         model: its name in the answer.

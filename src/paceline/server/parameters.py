@@ -33,7 +33,7 @@ def sampling_params(
         max_tokens: None = as many as fit; see `generation.GenerationRequest.fills_context`.
         n: None = one.
         stop: empty texts are left out.
-        more: parameters that dialects have in fields of their own.
+        more: parameters that APIs have in fields of their own.
 
     Raises:
         HttpError, RequestError: a field is out of range.

@@ -209,7 +209,7 @@ class _Response:
 
     def whole(self, collected: tuple[dict[str, Any], Answer]) -> dict[str, Any]:
         head, answer = collected
-        return self._ended(head, items_of(answer), Finished(answer.output, answer.finish_reason))
+        return self._final_response(head, items_of(answer), Finished(answer.output, answer.finish_reason))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events: the response without output, each item with its pieces, then the whole response."""
@@ -232,7 +232,7 @@ class _Response:
                         for fields in writer.objects_of(event):
                             yield fields
                         if isinstance(event, Finished):
-                            response = self._ended(head, writer.items, event)
+                            response = self._final_response(head, writer.items, event)
                             yield {"type": f"response.{response['status']}", "response": response}
         except Exception as error:
             if not has_begun:
@@ -276,7 +276,7 @@ class _Response:
             "user": fields.user,
         }
 
-    def _ended(self, head: dict[str, Any], items: list[dict[str, Any]], event: Finished) -> dict[str, Any]:
+    def _final_response(self, head: dict[str, Any], items: list[dict[str, Any]], event: Finished) -> dict[str, Any]:
         is_cut = event.finish_reason == "length"
         return {
             **head,

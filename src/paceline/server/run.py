@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _abort(self) -> None:
-        """End every request with an error in its dialect, then exit without waiting for the engine."""
+        """End every request with an error in its API, then exit without waiting for the engine."""
         self._service.admission.is_draining = True
         self._service.admission.abort()
         self.should_exit = True

@@ -47,7 +47,7 @@ class ServerSettings:
             otherwise a name of the table in `parsing/registry.py`.
         max_loaded: models that are loaded at a time, of several that are served.
         unload_after: time without requests after which a model is unloaded, such as "10m"; "never" = only to make room for another.
-        unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
+        unknown_fields: what becomes of fields of a request that no API has: "ignore" = the log and a header of the answer name them,
             "refuse" = 400.
         max_queue: waiting samples; more are refused with 429.
         max_body_mb: megabytes of a body.

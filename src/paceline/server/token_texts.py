@@ -12,7 +12,7 @@ LEAST_LOGPROB = -9999.0  # OpenAI's, for what cannot be drawn: JSON has no infin
 
 
 class TokenTexts:
-    """Texts of tokens, and log-probabilities in the dialects' shapes."""
+    """Texts of tokens, and log-probabilities in the APIs' shapes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

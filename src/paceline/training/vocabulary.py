@@ -21,7 +21,7 @@ class DraftVocabulary:
     draft_ids: NDArray[np.int64]
 
     @classmethod
-    def of_ids(cls, target_ids: NDArray[np.int64], vocab_size: int) -> "DraftVocabulary":
+    def from_ids(cls, target_ids: NDArray[np.int64], vocab_size: int) -> "DraftVocabulary":
         ids = np.sort(target_ids)
         draft_ids = np.full(vocab_size, -1, np.int64)
         draft_ids[ids] = np.arange(len(ids))
@@ -37,7 +37,7 @@ def choose_vocabulary(data: SequenceData, size: int, vocab_size: int) -> DraftVo
     """Return the `size` most frequent ids of the answers; where they hold fewer, the lowest other ids fill up."""
     counts = answer_counts(data, vocab_size)
     order = np.lexsort((np.arange(vocab_size), -counts))  # by count, then by id
-    return DraftVocabulary.of_ids(order[:size].astype(np.int64), vocab_size)
+    return DraftVocabulary.from_ids(order[:size].astype(np.int64), vocab_size)
 
 
 def answer_counts(data: SequenceData, vocab_size: int) -> NDArray[np.int64]:

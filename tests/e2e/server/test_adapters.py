@@ -1,4 +1,4 @@
-"""Adapters are selected as models in every dialect, and loaded by requests where that is enabled."""
+"""Adapters are selected as models in every API, and loaded by requests where that is enabled."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_adapter_is_selected_as_the_model_in_every_dialect(name: str, client: HttpClient) -> None:
+def test_adapter_is_selected_as_the_model_in_every_api(name: str, client: HttpClient) -> None:
     path, fields = REQUESTS[name]
     base, adapted = (client.json(path, {"model": model, **fields}) for model in ("mini", "first"))
     assert (base["model"], adapted["model"]) == ("mini", "first")

@@ -278,7 +278,7 @@ def test_invalid_http_is_neither_logged_nor_an_error(server: LiveServer, caplog:
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, "openai"), ("/v1/messages", "anthropic"), ("/api/chat", "ollama")])
-def test_protocol_errors_have_the_shape_of_the_dialect(server: LiveServer, path: str, kind: str) -> None:
+def test_protocol_errors_have_the_format_of_the_api(server: LiveServer, path: str, kind: str) -> None:
     wrong = {
         400: head_of(path).replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n"),
         431: head_of(path, X_Long="x" * 40_000).removesuffix(b"\r\n\r\n"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.dialects import Chat, Messages, OllamaChat, Responses, Spoken
+from harness.apis import Chat, Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.server.app import create_app
@@ -31,12 +31,12 @@ class Completions(Chat):
 COMPLETIONS = Completions()
 
 
-def refusal(client: HttpClient, dialect: Spoken, body: Any) -> tuple[str, str | None]:
-    """The text of an error and the field that it names, if its dialect has a place for that."""
-    answer = client.ask("POST", dialect.path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+def refusal(client: HttpClient, api: Spoken, body: Any) -> tuple[str, str | None]:
+    """The text of an error and the field that it names, if its API has a place for that."""
+    answer = client.ask("POST", api.path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    return dialect.message_of(answer.json()), error.get("param") if isinstance(error, dict) else None
+    return api.message_of(answer.json()), error.get("param") if isinstance(error, dict) else None
 
 
 def result_of(content: Any) -> list[dict[str, Any]]:
@@ -89,10 +89,10 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more", "text"), SAID, ids=[f"{case[0].path} {at}" for at, case in enumerate(SAID)])
-def test_request_error_names_field_value_and_allowed_value(client: HttpClient, dialect: Spoken, more: dict[str, Any], text: str) -> None:
-    limit = {} if dialect is CHAT else {"max_tokens": 4}
-    message, name = refusal(client, dialect, {**dialect.fields(TURNS, **limit), **more})
+@pytest.mark.parametrize(("api", "more", "text"), SAID, ids=[f"{case[0].path} {at}" for at, case in enumerate(SAID)])
+def test_request_error_names_field_value_and_allowed_value(client: HttpClient, api: Spoken, more: dict[str, Any], text: str) -> None:
+    limit = {} if api is CHAT else {"max_tokens": 4}
+    message, name = refusal(client, api, {**api.fields(TURNS, **limit), **more})
     assert text in message
     assert name is None or message.startswith(name)
     assert "None" not in message
@@ -121,11 +121,9 @@ HALVES: list[tuple[Spoken, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more", "place"), HALVES, ids=[f"{case[0].path} {case[2]}" for case in HALVES])
-def test_half_surrogate_pair_in_a_text_is_refused_with_its_field(
-    client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str
-) -> None:
-    message, name = refusal(client, dialect, {**dialect.fields(TURNS, max_tokens=2), **more})
+@pytest.mark.parametrize(("api", "more", "place"), HALVES, ids=[f"{case[0].path} {case[2]}" for case in HALVES])
+def test_half_surrogate_pair_in_a_text_is_refused_with_its_field(client: HttpClient, api: Spoken, more: dict[str, Any], place: str) -> None:
+    message, name = refusal(client, api, {**api.fields(TURNS, max_tokens=2), **more})
     assert message.startswith(f"{place} holds half of a surrogate pair")
     assert name in (None, place)
 
@@ -152,14 +150,14 @@ NUMBERS: dict[Spoken, tuple[str, ...]] = {
         *("options.frequency_penalty", "options.presence_penalty", "top_logprobs", "speculation.num_speculative_tokens"),
     ),
 }
-CASES = [(dialect, name) for dialect, names in NUMBERS.items() for name in names]
+CASES = [(api, name) for api, names in NUMBERS.items() for name in names]
 WHOLE = re.compile("tokens|top_k|top_logprobs|^logprobs|^n$|seed|num_|max_")
 LIMITS = re.compile(r"in ([\[(])([-+.e\d]+), ([-+.e\d]+)\]")
 
 
-def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
+def body_with(api: Spoken, name: str, value: float) -> dict[str, Any]:
     limit = {} if "max_" in name and "draft" not in name else {"max_tokens": 2}
-    body = {**dialect.fields(TURNS, **limit), "stream": False}
+    body = {**api.fields(TURNS, **limit), "stream": False}
     if name == "top_logprobs":
         body["logprobs"] = True
     *outer, last = name.split(".")
@@ -169,12 +167,12 @@ def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
 
 
 @pytest.mark.spread(0.3)
-@pytest.mark.parametrize(("dialect", "name"), CASES, ids=[f"{dialect.path} {name}" for dialect, name in CASES])
-def test_number_limits_in_error_messages_are_the_enforced_ones(short_client: HttpClient, dialect: Spoken, name: str) -> None:
+@pytest.mark.parametrize(("api", "name"), CASES, ids=[f"{api.path} {name}" for api, name in CASES])
+def test_number_limits_in_error_messages_are_the_enforced_ones(short_client: HttpClient, api: Spoken, name: str) -> None:
     """Both are taken, and the next number beyond each of them is refused with the same words."""
     is_whole = bool(WHOLE.search(name.rpartition(".")[2]))
     number: Callable[[str], float] = int if is_whole else float
-    message, _ = refusal(short_client, dialect, body_with(dialect, name, -(10**30)))
+    message, _ = refusal(short_client, api, body_with(api, name, -(10**30)))
     found = LIMITS.search(message)
     assert found is not None, message
     low, high = number(found[2]), number(found[3])
@@ -184,12 +182,12 @@ def test_number_limits_in_error_messages_are_the_enforced_ones(short_client: Htt
             continue  # what the context holds
         if beyond == -1 and ("num_predict" in name or "tokens" in name or name == "options.seed"):
             continue  # what the context holds; a fresh one
-        assert LIMITS.search(refusal(short_client, dialect, body_with(dialect, name, beyond))[0]), beyond
+        assert LIMITS.search(refusal(short_client, api, body_with(api, name, beyond))[0]), beyond
     for limit in (low if found[1] == "[" else math.ulp(0.0), high):
-        answer = short_client.post(dialect.path, body_with(dialect, name, limit))
+        answer = short_client.post(api.path, body_with(api, name, limit))
         assert answer.status_code == 200, (limit, answer.text)
     if found[1] == "(":
-        refusal(short_client, dialect, body_with(dialect, name, low))
+        refusal(short_client, api, body_with(api, name, low))
 
 
 def test_token_id_error_names_the_vocabulary_of_this_model(client: HttpClient, engine: AsyncEngine) -> None:
@@ -215,14 +213,14 @@ def test_prediction_without_prediction_drafter_names_the_option() -> None:
 
     engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
     client = HttpClient(create_app(engine, ServerSettings()))
-    for dialect, prediction in ((COMPLETIONS, "a"), (CHAT, {"type": "content", "content": "a"})):
-        message, name = refusal(client, dialect, {**dialect.fields(TURNS), "prediction": prediction})
+    for api, prediction in ((COMPLETIONS, "a"), (CHAT, {"type": "content", "content": "a"})):
+        message, name = refusal(client, api, {**api.fields(TURNS), "prediction": prediction})
         assert (name, "--drafter prediction" in message, "=" in message) == ("prediction", True, False)
     asyncio.run(engine.close())
 
 
 def test_wrong_http_method_error_names_the_allowed_one(client: HttpClient) -> None:
-    for dialect in (CHAT, MESSAGES, RESPONSES, OLLAMA):
-        answer = client.get(dialect.path)
+    for api in (CHAT, MESSAGES, RESPONSES, OLLAMA):
+        answer = client.get(api.path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-        assert dialect.message_of(answer.json()).startswith("this path takes POST")
+        assert api.message_of(answer.json()).startswith("this path takes POST")

@@ -1,4 +1,4 @@
-"""Malformed bodies: any value in any place gets an error in the dialect's format, or an answer."""
+"""Malformed bodies: any value in any place gets an error in the API's format, or an answer."""
 
 import asyncio
 import copy
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.dialects import Chat, Messages, OllamaChat, Responses, Spoken
+from harness.apis import Chat, Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from harness.tool_model import write_tool_model
 from harness.written_answers import write_down
@@ -165,7 +165,7 @@ def test_no_field_value_causes_a_server_error_status(
     talking: HttpClient, monkeypatch: pytest.MonkeyPatch, path: str, seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     write_down(monkeypatch, "hello")
-    dialect, body = BODIES[path]
+    api, body = BODIES[path]
     assert talking.post(path, {**body, "stream": False} if path != "/v1/messages/count_tokens" and path != "/api/show" else body).is_success
     cases = [(place, value) for place in places(body) for value in HOSTILE]
     if not large_counts:
@@ -176,7 +176,7 @@ def test_no_field_value_causes_a_server_error_status(
         answer = talking.ask("POST", path, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, (place, value, answer.text)
         if answer.status_code != 200:
-            assert dialect.message_of(answer.json())
+            assert api.message_of(answer.json())
         tally["bodies that no client sends"] += 1
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from harness.dialects import DIALECTS
+from harness.apis import APIS
 from harness.http_client import BASE, events_in
 from paceline import AsyncEngine
 from paceline.server import answering
@@ -82,13 +82,13 @@ def test_disconnected_client_is_aborted_within_a_step(engine: AsyncEngine, path:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("name", ["messages", "responses", "ollama"])
-def test_disconnected_client_is_aborted_in_every_dialect(engine: AsyncEngine, name: str, is_streamed: bool) -> None:
-    dialect = DIALECTS[name]
-    fields = dialect.fields(ENDLESS["messages"], max_tokens=1900, temperature=100.0, seed=1, top_p=1.0)  # it hardly ever ends by itself
+def test_disconnected_client_is_aborted_in_every_api(engine: AsyncEngine, name: str, is_streamed: bool) -> None:
+    api = APIS[name]
+    fields = api.fields(ENDLESS["messages"], max_tokens=1900, temperature=100.0, seed=1, top_p=1.0)  # it hardly ever ends by itself
 
     async def work() -> None:
         app = create_app(engine)
-        visitor = Visitor(app, dialect.path, {**fields, "stream": is_streamed})
+        visitor = Visitor(app, api.path, {**fields, "stream": is_streamed})
         await (visitor.got_text.wait() if is_streamed else until_running(engine, 1))
         steps_before = (await engine.stats()).num_steps
         visitor.is_gone.set()

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.dialects import DIALECTS
+from harness.apis import APIS
 from harness.http_client import BASE, HttpClient
 from harness.live_server import until as wait_until
 from harness.server_process import Server
@@ -453,18 +453,18 @@ def test_waiting_for_a_model_counts_toward_the_request_timeout(names: list[str],
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_every_dialect_selects_the_model_by_name(names: list[str], name: str) -> None:
+@pytest.mark.parametrize("name", APIS)
+def test_every_api_selects_the_model_by_name(names: list[str], name: str) -> None:
     pool = ModelPool.of_names(names, ARGUMENTS, ServerSettings())
-    client, dialect = HttpClient(create_pool_app(pool)), DIALECTS[name]
-    fields = dialect.fields([{"role": "user", "content": "Hi"}], max_tokens=4)
-    unknown = client.post(dialect.path, {**fields, "model": "gamma"})
+    client, api = HttpClient(create_pool_app(pool)), APIS[name]
+    fields = api.fields([{"role": "user", "content": "Hi"}], max_tokens=4)
+    unknown = client.post(api.path, {**fields, "model": "gamma"})
     assert unknown.status_code == 404
-    assert "send 'alpha', or 'beta'" in dialect.message_of(unknown.json())
+    assert "send 'alpha', or 'beta'" in api.message_of(unknown.json())
 
     async def run() -> None:
         async with serving(names) as (_, ask):
-            answer = await ask(dialect.path, {**fields, "model": "beta", "stream": False})
+            answer = await ask(api.path, {**fields, "model": "beta", "stream": False})
             assert answer.json()["model"] == "beta"
             assert (await states(ask))["beta"] == "loaded"
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from harness.dialects import DIALECTS
+from harness.apis import APIS
 from harness.http_client import events_in
 from harness.live_server import head_of, post_of, read_all, statuses
 from harness.server_process import Server
@@ -142,12 +142,12 @@ def test_open_stream_and_upload_are_cut_after_drain_s(start: Start) -> None:
 
 
 def test_second_sigterm_ends_running_requests_with_an_error(server: Server) -> None:
-    """Whole and streamed, in every dialect, and without the time of the drain."""
+    """Whole and streamed, in every API, and without the time of the drain."""
     answers: dict[str, bytes] = {}
     long = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
     bodies = {"openai": (CHAT, ENDLESS), "whole": (CHAT, {**ENDLESS, "stream": False})}
-    for kind, dialect in (("anthropic", DIALECTS["messages"]), ("ollama", DIALECTS["ollama"])):
-        bodies[kind] = (dialect.path, {**dialect.fields(FIELDS["messages"], **long), "stream": True})
+    for kind, api in (("anthropic", APIS["messages"]), ("ollama", APIS["ollama"])):
+        bodies[kind] = (api.path, {**api.fields(FIELDS["messages"], **long), "stream": True})
 
     def ask(name: str) -> None:
         path, fields = bodies[name]

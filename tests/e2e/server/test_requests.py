@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.dialects import DIALECTS, Chat, Messages, OllamaChat, Responses, Spoken
+from harness.apis import APIS, Chat, Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from harness.tool_model import write_tool_model
 from harness.written_answers import write_down
@@ -171,14 +171,14 @@ SERVED: list[tuple[Spoken, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dialect", "title", "more"), SERVED, ids=[f"{row[0].path} {row[1]}" for row in SERVED])
+@pytest.mark.parametrize(("api", "title", "more"), SERVED, ids=[f"{row[0].path} {row[1]}" for row in SERVED])
 def test_requests_of_known_clients_are_accepted(
-    picky: HttpClient, monkeypatch: pytest.MonkeyPatch, dialect: Spoken, title: str, more: dict[str, Any]
+    picky: HttpClient, monkeypatch: pytest.MonkeyPatch, api: Spoken, title: str, more: dict[str, Any]
 ) -> None:
     write_down(monkeypatch, "hello")
-    answer = picky.post(dialect.path, {**dialect.fields([USER], max_tokens=4), "stream": False, **more})
+    answer = picky.post(api.path, {**api.fields([USER], max_tokens=4), "stream": False, **more})
     assert answer.status_code == 200, (title, answer.text)
-    assert dialect.said(answer.json()) == [("text", "hello")]
+    assert api.said(answer.json()) == [("text", "hello")]
 
 
 BARE: dict[str, list[Any]] = {
@@ -193,7 +193,7 @@ BARE: dict[str, list[Any]] = {
 def test_tools_without_description_or_parameters_are_accepted(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, "hello")
     for tool in BARE[name]:
-        answer = picky.post(DIALECTS[name].path, {**DIALECTS[name].fields([USER], max_tokens=4), "tools": [tool]})
+        answer = picky.post(APIS[name].path, {**APIS[name].fields([USER], max_tokens=4), "tools": [tool]})
         assert answer.status_code == 200, answer.text
 
 
@@ -241,12 +241,12 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more", "name"), REFUSED, ids=[f"{row[0].path} {row[2]} {at}" for at, row in enumerate(REFUSED)])
-def test_unsupported_field_is_refused_by_name(picky: HttpClient, dialect: Spoken, more: dict[str, Any], name: str) -> None:
-    answer = picky.post(dialect.path, {**dialect.fields([USER], max_tokens=4), **more})
+@pytest.mark.parametrize(("api", "more", "name"), REFUSED, ids=[f"{row[0].path} {row[2]} {at}" for at, row in enumerate(REFUSED)])
+def test_unsupported_field_is_refused_by_name(picky: HttpClient, api: Spoken, more: dict[str, Any], name: str) -> None:
+    answer = picky.post(api.path, {**api.fields([USER], max_tokens=4), **more})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert name in dialect.message_of(answer.json())
+    assert name in api.message_of(answer.json())
     assert not isinstance(error, dict) or error.get("param", name) == name
 
 
@@ -258,11 +258,11 @@ def test_gbnf_grammar_is_refused_with_a_hint_at_lark(picky: HttpClient) -> None:
 
 
 def test_ignored_fields_are_named_in_a_response_header(picky: HttpClient) -> None:
-    for dialect in DIALECTS.values():
+    for api in APIS.values():
         for is_streamed in (False, True):
-            fields = {**dialect.fields([USER], max_tokens=1), "stream": is_streamed}
-            assert IGNORED_HEADER not in picky.post(dialect.path, fields).headers
-            answer = picky.post(dialect.path, {**fields, "new_feature": 1, "keep_alive": 5})
+            fields = {**api.fields([USER], max_tokens=1), "stream": is_streamed}
+            assert IGNORED_HEADER not in picky.post(api.path, fields).headers
+            answer = picky.post(api.path, {**fields, "new_feature": 1, "keep_alive": 5})
             assert answer.headers[IGNORED_HEADER] == "new_feature, keep_alive"
 
 
@@ -374,8 +374,8 @@ def test_allowed_tools_limits_which_tools_are_called(picky: HttpClient, names: l
     more = {"parallel_tool_calls": False, "tools": tools, "tool_choice": choice}
     response = {**RESPONSES.fields([USER], max_tokens=60, temperature=1.2), **more}
     for seed in range(4):
-        for dialect, body in ((CHAT, fields), (RESPONSES, response)):
-            ((kind, name, _),) = dialect.said(dialect.whole(picky, {**body, "seed": seed}))
+        for api, body in ((CHAT, fields), (RESPONSES, response)):
+            ((kind, name, _),) = api.said(api.whole(picky, {**body, "seed": seed}))
             assert (kind, name in names) == ("call", True)
     auto = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
     prompts = [picky.json(CHAT.path, {**fields, "max_tokens": 1, "tool_choice": one})["usage"]["prompt_tokens"] for one in (auto, "auto")]
@@ -470,25 +470,23 @@ def test_reasoning_is_sent_as_reasoning_and_reasoning_content(picky: HttpClient,
     assert IGNORED_HEADER not in echoed.headers
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", APIS)
 def test_unicode_line_separators_are_escaped_in_streams(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     text = "a\u2028b\u2029c\u0085d"
     write_down(monkeypatch, text, piece_len=100)
-    dialect = DIALECTS[name]
-    answer = picky.post(dialect.path, {**dialect.fields([USER], max_tokens=4), "stream": True})
+    api = APIS[name]
+    answer = picky.post(api.path, {**api.fields([USER], max_tokens=4), "stream": True})
     assert not re.search("[\u2028\u2029\u0085]", answer.text)
-    assert dialect.streamed(dialect.events(answer.text) if name != "chat" else dialect.stream(picky, dialect.fields([USER]))) == [
-        ("text", text)
-    ]
+    assert api.streamed(api.events(answer.text) if name != "chat" else api.stream(picky, api.fields([USER]))) == [("text", text)]
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", APIS)
 def test_answer_can_be_sent_back_unchanged_as_history(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    dialect = DIALECTS[name]
+    api = APIS[name]
     strict = HttpClient(create_app(engine_of(picky), ServerSettings(served_model_name="mini", unknown_fields="refuse")))
     write_down(monkeypatch, '<think>\nHm.\n</think>\n\nSee.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
-    fields = {**dialect.fields([USER], max_tokens=40), "tools": TOOLS[name]}
-    answer = dialect.whole(strict, fields)
+    fields = {**api.fields([USER], max_tokens=40), "tools": TOOLS[name]}
+    answer = api.whole(strict, fields)
     results: dict[str, Any] = {
         "chat": lambda: [
             answer["choices"][0]["message"],
@@ -501,5 +499,5 @@ def test_answer_can_be_sent_back_unchanged_as_history(picky: HttpClient, monkeyp
         "responses": lambda: [*answer["output"], {**ITEM_RESULT, "call_id": answer["output"][-1]["call_id"]}],
         "ollama": lambda: [answer["message"], {"role": "tool", "tool_name": "f", "content": "r"}],
     }
-    again = dialect.fields([USER, *results[name]()], max_tokens=40)
-    assert strict.post(dialect.path, {**again, "tools": TOOLS[name], "stream": False}).status_code == 200
+    again = api.fields([USER, *results[name]()], max_tokens=40)
+    assert strict.post(api.path, {**again, "tools": TOOLS[name], "stream": False}).status_code == 200

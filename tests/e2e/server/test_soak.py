@@ -1,4 +1,4 @@
-"""Minutes at twice the capacity of a server, in all dialects, whole and streamed, with clients that leave: no answer is lost or wrong."""
+"""Minutes at twice the capacity of a server, in all APIs, whole and streamed, with clients that leave: no answer is lost or wrong."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ def content_of(path: str, body: str, *, is_streamed: bool) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The text of an answer, which each dialect has in other fields."""
+    """The text of an answer, which each API has in other fields."""
     if isinstance(value, list):
         for one in value:
             yield from _texts(one)

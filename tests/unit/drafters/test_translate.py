@@ -229,7 +229,7 @@ def test_no_draft_starts_within_a_multi_token_character(
         (" t", ["h", "e", "!"], ["h", "e", "!"]),  # what is committed stays as it is
     ],
 )
-def test_translated_draft_is_tokenized_by_the_target(
+def test_draft_text_is_retokenized_for_the_target(
     byte_level: ByteTokenizer, writer: ScriptedWriter, tmp_path: Path, before: str, written: list[str], expected: list[str]
 ) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_level)

@@ -390,7 +390,7 @@ def test_eviction_begins_at_the_end_of_the_least_recently_used_prompt():
         assert tuple(found) == lengths, taken
 
 
-def test_free_blocks_are_allocated_before_indexed_ones():
+def test_uncached_free_blocks_are_allocated_first():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)

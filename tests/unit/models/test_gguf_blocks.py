@@ -54,7 +54,7 @@ def test_extreme_gguf_block_values_equal_the_gguf_package(name: str) -> None:
 
 
 @BY_TYPE
-def test_gguf_block_rows_can_be_reordered(name: str, seed: int) -> None:
+def test_gguf_weight_rows_can_be_permuted(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
     assert np.array_equal(

@@ -169,7 +169,7 @@ def tiny_weights(*, is_tied: bool = True) -> Weights:
     return Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
 
 
-def test_quantisation_applies_to_matrices_by_their_settings() -> None:
+def test_quant_options_set_bits_and_group_size_per_matrix() -> None:
     found = quantization_schemes(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
     assert found == {
         "layers.0.q_proj.weight": QuantizationScheme(4, 64),

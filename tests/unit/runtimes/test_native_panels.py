@@ -223,7 +223,7 @@ def test_panels_contain_every_value_and_pad_with_zeros(seed: int) -> None:
     assert not codes[:, 5:].any()
 
 
-def test_panel_scales_exact_in_float16_take_half_the_memory(seed: int) -> None:
+def test_packed_weight_scales_are_float16_where_that_is_exact(seed: int) -> None:
     random = np.random.default_rng(seed)
     whole, halves, odd = (
         pack_weights(grouped(random, *size).matrix, 1)

@@ -58,7 +58,7 @@ def test_top_p_keeps_the_lowest_ids_of_ties():
     assert truncate(scores, scores.max(), top_k=0, top_p=0.5, min_p=0.0).tolist() == [1, 3]
 
 
-def test_tiny_top_p_keeps_the_best_of_equal_float32_weights():
+def test_tiny_top_p_keeps_top_logit_when_float32_probs_are_equal():
     scores = np.array([-1e-9, 0.0, -1e-9], np.float32)
     assert truncate(scores, scores.max(), top_k=0, top_p=1e-6, min_p=0.0).tolist() == [1]
 

@@ -84,7 +84,7 @@ def test_best_of_equal_to_n_is_ignored(n: int | None, best_of: int, is_refused: 
 
 
 @pytest.mark.parametrize("message", [{"context": 1}, {"mode": 1}, {"names": 1}, {"citation": 1}, {"images": []}])
-def test_message_field_of_another_dialect_is_no_misspelling(message: dict[str, Any]) -> None:
+def test_message_field_of_another_api_is_no_misspelling(message: dict[str, Any]) -> None:
     for kind, more in ((ChatFields, {}), (anthropic.MessagesFields, {"max_tokens": 1}), (ollama.ChatFields, {"model": "mini"})):
         body = {"messages": [{**MESSAGES[0], **message}], **more}
         read_body(kind, json.dumps(body).encode(), ServerSettings())
@@ -100,9 +100,9 @@ def test_closest_name_is_symmetric(first: str, second: str) -> None:
 
 
 def test_ignored_fields_are_not_also_refused() -> None:
-    for dialect, rows in TABLE.items():
+    for api, rows in TABLE.items():
         for place, rules in rows.items():
-            assert not rules.ignored & set(rules.refused), (dialect, place)
+            assert not rules.ignored & set(rules.refused), (api, place)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_served_field_is_not_also_refused(kind: type[Fields]) -> None:
 
 
 def test_every_row_of_the_field_table_belongs_to_a_model() -> None:
-    rows = {(dialect, place) for dialect, places in TABLE.items() for place in places}
+    rows = {(api, place) for api, places in TABLE.items() for place in places}
     shared = {("chat", name) for name in ("response_format", "structured_outputs", "speculation")}
     assert rows - {kind.at for kind in models()} == shared
 

@@ -128,7 +128,7 @@ def test_request_bias_follows_a_changed_text_faster_after_surprises() -> None:
     assert history.rate_for_request(0.6) < 0.6
 
 
-def test_path_rates_multiply_and_stop_below_the_minimum_rate() -> None:
+def test_path_rates_are_products_down_to_the_minimum_rate() -> None:
     assert DraftHistory().path_rates([0.5, 0.5, 0.5, 0.5], 0.1) == pytest.approx([0.5, 0.25, 0.125])
     assert DraftHistory().path_rates([], 0.1) == []
 

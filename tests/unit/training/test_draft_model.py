@@ -44,7 +44,7 @@ def make_model(directory: Path, num_layers: int, vocabulary_size: int = VOCAB_SI
     """Return a draft model of a target, which computes in float32."""
     config, ids = read_model_config(directory), np.arange(vocabulary_size)
     settings = TrainSettings(drafter="draft-model", model=str(directory), num_layers=num_layers, max_prompt_tokens=16, max_answer_tokens=16)
-    vocabulary = DraftVocabulary.of_ids(ids, VOCAB_SIZE)
+    vocabulary = DraftVocabulary.from_ids(ids, VOCAB_SIZE)
     drafter = TrainableDraftModel(TargetMatrices(config, open_weights(directory, config)), vocabulary, settings.for_target(config))
     drafter.dtype = torch.float32
     return drafter

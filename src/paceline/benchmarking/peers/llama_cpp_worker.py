@@ -112,23 +112,23 @@ class DraftModel:
             self._context.read(drafts[-1:], outputs=1)
 
 
-def open_model(order: Any) -> Any:
+def open_model(command: Any) -> Any:
     api = importlib.import_module("llama_cpp")
     api.llama_backend_init()
-    kind = KINDS.get(order["precision"])
-    target = gguf_of(Path(order["model"]), kind)
-    most = order["num_speculative_tokens"] or DRAFT_TOKENS
-    threads, length = order["threads"], order["context"] + most + 1
+    kind = KINDS.get(command["precision"])
+    target = gguf_of(Path(command["model"]), kind)
+    most = command["num_speculative_tokens"] or DRAFT_TOKENS
+    threads, length = command["threads"], command["context"] + most + 1
     context = Context(api, target, threads=threads, length=length, rows=most + 1)
     propose: Propose | None = None
     note = "plain passes"
-    if order["mode"] == "draft_model":
-        draft = Context(api, gguf_of(Path(order["draft"]), kind), threads=threads, length=length, rows=1)
+    if command["mode"] == "draft_model":
+        draft = Context(api, gguf_of(Path(command["draft"]), kind), threads=threads, length=length, rows=1)
         if draft.vocab_size != context.vocab_size:
             raise loop.PeerError(f"the draft model has {draft.vocab_size} tokens and the target {context.vocab_size}")
         propose, note = DraftModel(draft, most), f"up to {most} tokens while their probability is {MIN_PATH_PROBABILITY} or more"
-    elif order["mode"] == "ngram":
-        count = order["num_speculative_tokens"] or LOOKUP_TOKENS
+    elif command["mode"] == "ngram":
+        count = command["num_speculative_tokens"] or LOOKUP_TOKENS
         lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(LOOKUP_NGRAM, count)
         propose = lambda ids: lookup(context.numpy.array(ids, dtype="int32")).tolist()  # noqa: E731
         note = f"LlamaPromptLookupDecoding(max_ngram_size={LOOKUP_NGRAM}, num_pred_tokens={count})"

@@ -21,21 +21,21 @@ QUANTISED = {"bf16": None, "f32": None, "int8": "Q8_0", "int4": "Q4_0"}
 TEMPLATE = "{{ messages[0]['content'] }}"
 
 
-def open_model(order: Any) -> Any:
+def open_model(command: Any) -> Any:
     """Open the model with mistral.rs' `Runner`."""
-    if order["precision"] not in QUANTISED:
-        raise loop.PeerError(f"{order['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
+    if command["precision"] not in QUANTISED:
+        raise loop.PeerError(f"{command['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
     library = importlib.import_module("mistralrs")
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE, encoding="utf-8")
         options: dict[str, Any] = {"max_seqs": 1, "prefix_cache_n": 0, "jinja_explicit": str(template), "token_source": "none"}
-        if QUANTISED[order["precision"]]:
-            options["in_situ_quant"] = QUANTISED[order["precision"]]
-        dtype = library.ModelDType.F32 if order["precision"] == "f32" else library.ModelDType.BF16
-        model = str(readable(Path(order["model"])))
+        if QUANTISED[command["precision"]]:
+            options["in_situ_quant"] = QUANTISED[command["precision"]]
+        dtype = library.ModelDType.F32 if command["precision"] == "f32" else library.ModelDType.BF16
+        model = str(readable(Path(command["model"])))
         runner = library.Runner(which=library.Which.Plain(model_id=model, dtype=dtype), **options)
-    kind = QUANTISED[order["precision"]] or order["precision"]
+    kind = QUANTISED[command["precision"]] or command["precision"]
     note = f"{kind}; times of single tokens are its total, spread evenly"
     version = importlib.metadata.version("mistralrs")
     return loop.Opened("mistral.rs", version, note, lambda request, _: _generate(library, runner, request))
@@ -64,7 +64,7 @@ def _generate(library: Any, runner: Any, request: Any) -> Any:
     text = runner.detokenize_text(prompt, False)
     if list(runner.tokenize_text(text, False, None)) != prompt:
         raise loop.PeerError("mistral.rs takes text, and this prompt's text is tokenised to other ids")
-    order = library.ChatCompletionRequest(
+    command = library.ChatCompletionRequest(
         messages=[{"role": "user", "content": text}],
         model="default",
         max_tokens=request["max_tokens"],
@@ -75,7 +75,7 @@ def _generate(library: Any, runner: Any, request: Any) -> Any:
         ignore_eos=True,
     )
     start = time.perf_counter()
-    answer = runner.send_chat_completion_request(order)
+    answer = runner.send_chat_completion_request(command)
     seconds = time.perf_counter() - start
     token_ids = [item.top_logprobs[0].token for item in answer.choices[0].logprobs.content]
     first = min(seconds, answer.usage.total_prompt_time_sec)

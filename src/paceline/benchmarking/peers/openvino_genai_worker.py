@@ -24,25 +24,25 @@ HINTS = {"bf16": "bf16", "f32": "f32"}
 _MODEL = "openvino_model.xml"
 
 
-def open_model(order: Any) -> Any:
+def open_model(command: Any) -> Any:
     """Open the pipeline, with the arguments of `generate` that enable drafting."""
-    if order["precision"] not in EXPORTS:
-        raise loop.PeerError(f"{order['precision']} is none of the precisions converted to: {', '.join(EXPORTS)}")
+    if command["precision"] not in EXPORTS:
+        raise loop.PeerError(f"{command['precision']} is none of the precisions converted to: {', '.join(EXPORTS)}")
     genai = importlib.import_module("openvino_genai")
-    target = ir_of(Path(order["model"]), order["precision"])
-    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": order["threads"]}
-    if order["precision"] in HINTS:
-        properties["INFERENCE_PRECISION_HINT"] = HINTS[order["precision"]]
+    target = ir_of(Path(command["model"]), command["precision"])
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": command["threads"]}
+    if command["precision"] in HINTS:
+        properties["INFERENCE_PRECISION_HINT"] = HINTS[command["precision"]]
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    scheduler.max_num_batched_tokens = max(256, order["context"])
+    scheduler.max_num_batched_tokens = max(256, command["context"])
     arguments: dict[str, Any] = {"scheduler_config": scheduler, **properties}
-    count = order["num_speculative_tokens"] or DRAFT_TOKENS
+    count = command["num_speculative_tokens"] or DRAFT_TOKENS
     options: dict[str, Any] = {}
-    if order["mode"] == "draft_model":
-        arguments["draft_model"] = genai.draft_model(str(ir_of(Path(order["draft"]), order["precision"])), "CPU", **properties)
+    if command["mode"] == "draft_model":
+        arguments["draft_model"] = genai.draft_model(str(ir_of(Path(command["draft"]), command["precision"])), "CPU", **properties)
         options = {"num_assistant_tokens": count}
-    elif order["mode"] == "ngram":
+    elif command["mode"] == "ngram":
         arguments["prompt_lookup"] = True
         options = {"num_assistant_tokens": count, "max_ngram_size": LOOKUP_NGRAM}
     pipeline = genai.LLMPipeline(str(target), "CPU", **arguments)
@@ -50,7 +50,7 @@ def open_model(order: Any) -> Any:
     note = ", ".join([target.name, *(f"{name}={value}" for name, value in options.items())])
     version = str(genai.__version__)
     return loop.Opened(
-        "OpenVINO GenAI", version, note, lambda order, arrived: _generate(genai, pipeline, streamer, options, order, arrived)
+        "OpenVINO GenAI", version, note, lambda command, arrived: _generate(genai, pipeline, streamer, options, command, arrived)
     )
 
 

@@ -16,26 +16,26 @@ LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 2
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "float32"}
 
 
-def open_model(order: Any) -> Any:
+def open_model(command: Any) -> Any:
     """Open the model, with the arguments of `generate` that enable drafting."""
-    if order["precision"] not in DTYPES:
-        raise loop.PeerError(f"{order['precision']} has no path on the CPU in transformers: use one of {', '.join(DTYPES)}")
+    if command["precision"] not in DTYPES:
+        raise loop.PeerError(f"{command['precision']} has no path on the CPU in transformers: use one of {', '.join(DTYPES)}")
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
-    torch.set_num_threads(order["threads"])
+    torch.set_num_threads(command["threads"])
     torch.set_grad_enabled(False)
-    model = _load(transformers, torch, order["model"], order["precision"])
-    count = order["num_speculative_tokens"]
+    model = _load(transformers, torch, command["model"], command["precision"])
+    count = command["num_speculative_tokens"]
     options: dict[str, Any] = {}
     note = "plain generate"
-    if order["mode"] == "draft_model":
-        assistant = _load(transformers, torch, order["draft"], order["precision"])
+    if command["mode"] == "draft_model":
+        assistant = _load(transformers, torch, command["draft"], command["precision"])
         assistant.generation_config.num_assistant_tokens = count or DRAFT_TOKENS
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = MIN_PATH_PROBABILITY
         options = {"assistant_model": assistant}
         note = f"assistant_model, num_assistant_tokens={count or DRAFT_TOKENS}, assistant_confidence_threshold={MIN_PATH_PROBABILITY}"
-    elif order["mode"] == "ngram":
+    elif command["mode"] == "ngram":
         options = {"prompt_lookup_num_tokens": count or LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
         note = ", ".join(f"{name}={value}" for name, value in options.items())
     version = f"{transformers.__version__}, torch {torch.__version__}"

@@ -43,7 +43,7 @@ class OpenModel(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return additional fields for the reply to the first line."""
 
-    def answer(self, order: Any, /) -> dict[str, Any]:
+    def answer(self, command: Any, /) -> dict[str, Any]:
         """Run a request and return the reply."""
 
 
@@ -64,13 +64,13 @@ class Opened:
     def facts(self) -> dict[str, Any]:
         return {"name": self.name, "version": self.version, "note": self.note}
 
-    def answer(self, order: WorkerRequest) -> dict[str, Any]:
+    def answer(self, command: WorkerRequest) -> dict[str, Any]:
         times: list[float] = []
         start = time.perf_counter()
-        generated = self.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
+        generated = self.generate(command, lambda count: times.extend([time.perf_counter() - start] * count))
         seconds = time.perf_counter() - start
         times = generated.times_s or times
-        wanted = order["max_tokens"]
+        wanted = command["max_tokens"]
         if len(generated.token_ids) != wanted or len(times) != wanted:
             raise PeerError(f"{self.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, expected {wanted}")
         resident, peak = memory_bytes()
@@ -114,9 +114,9 @@ def answer_orders(open_model: Callable[[Any], OpenModel], orders: TextIO, answer
 
     start = time.perf_counter()
     try:
-        order = json.loads(orders.readline())
-        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(order["threads"])) | _OFFLINE)
-        opened = open_model(order)
+        command = json.loads(orders.readline())
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(command["threads"])) | _OFFLINE)
+        opened = open_model(command)
     except Exception as error:
         failed(error)
         return

@@ -96,6 +96,6 @@ class MedusaNetwork:
 
 
 def _rows_without_attention(count: int) -> tuple[ForwardBatch, IntArray]:
-    """Return the batch description for `count` rows of a network without attention, and the indices of these rows."""
+    """Return a `ForwardBatch` of `count` rows for a network without attention, and the row indices."""
     rows = np.arange(count, dtype=np.int32)
     return ForwardBatch(rows, ()), rows

@@ -47,7 +47,7 @@ def _altup(builder: LayerBuilder) -> AltUp:
     num_streams = fields.integer("altup_num_inputs", least=2, most=64)
     return AltUp(
         num_streams=num_streams,
-        active=fields.integer("altup_active_idx", least=0, most=num_streams - 1),
+        active_index=fields.integer("altup_active_idx", least=0, most=num_streams - 1),
         width=fields.integer("hidden_size"),
         has_output_scale=fields.flag("altup_correct_scale", default=True),
     )

@@ -185,7 +185,7 @@ def _to_signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
 
 
 def _q4_0(blocks: Bytes) -> BlockParts:
-    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None  # `GroupedMatrix` packs these codes in the same way
+    return blocks[:, 2:], read_float16_as_float32(blocks, 0), None  # kept packed: `GroupedMatrix` has the same order of codes
 
 
 def _q4_1(blocks: Bytes) -> BlockParts:

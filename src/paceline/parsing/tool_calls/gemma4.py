@@ -12,7 +12,7 @@ from paceline.parsing.tools import Tool
 THINK = ("<|channel>", "<channel|>")
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CALL, _LABEL = "call:", "thought"
-_RESPONSE = "<|tool_response>"  # the result of a call, whose mark the model at times writes itself
+_RESPONSE = "<|tool_response>"  # begins the result of a call; at times the model generates it itself
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
 _READER = ReasoningReader(THINK[1])
 

@@ -111,7 +111,7 @@ class NearTieCheck:
 
     @property
     def is_near(self) -> bool:
-        """Whether rounding may have decided."""
+        """Whether rounding alone may have changed the token."""
         return self.may_be_kept and self.margin < self.bound
 
 

@@ -176,32 +176,32 @@ class Prover:
         PacelineError: a model or drafter cannot be loaded or compared.
     """
 
-    def __init__(self, question: ProofOptions) -> None:
-        self._question = question
+    def __init__(self, options: ProofOptions) -> None:
+        self._options = options
         self._started_s = time.monotonic()
-        engine = question.engine
+        engine = options.engine
         self._directory = resolve_model(
             engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline
         )
         context = engine.max_model_len or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
         self._engine = replace(engine, max_model_len=context, max_num_seqs=_MOST_REQUESTS)
-        drafter = _DEFAULT_DRAFTERS if question.speculation.drafter == "auto" else question.speculation.drafter
-        speculation = replace(question.speculation, drafter=drafter, tree_width=_TREE_WIDTH)
+        drafter = _DEFAULT_DRAFTERS if options.speculation.drafter == "auto" else options.speculation.drafter
+        speculation = replace(options.speculation, drafter=drafter, tree_width=_TREE_WIDTH)
         opened = load_engine(self._engine, speculation)
         engine_under_test = EngineUnderTest(opened)
         self._engine_under_test: EngineUnderTest | None = engine_under_test
-        batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
-        prompts = _prompts(question, opened.input_processor)
-        self._case_maker = CaseMaker(prompts, engine_under_test.drafter_names, question.seed, batches)
-        self._given_cases = question.cases
-        if question.only is not None and not question.cases:
-            self._given_cases = list(islice(self._case_maker.cases(), question.only, question.only + 1))
+        batches = BATCHES if options.batch_size is None else (str(options.batch_size),)
+        prompts = _prompts(options, opened.input_processor)
+        self._case_maker = CaseMaker(prompts, engine_under_test.drafter_names, options.seed, batches)
+        self._given_cases = options.cases
+        if options.only is not None and not options.cases:
+            self._given_cases = list(islice(self._case_maker.cases(), options.only, options.only + 1))
         self.proof = Proof(
-            question.seed,
-            question.num_tokens,
+            options.seed,
+            options.num_tokens,
             opened.numerics,
             tally=Tally.of(self._case_maker.factors),
-            provenance=provenance(engine_under_test, self._directory, self._engine, speculation, question.command),
+            provenance=provenance(engine_under_test, self._directory, self._engine, speculation, options.command),
             notices=opened.notices,
         )
 
@@ -250,10 +250,10 @@ class Prover:
     def _is_enough(self) -> bool:
         if self._given_cases:
             return False
-        if self.proof.tally.all.tokens >= self._question.num_tokens:
+        if self.proof.tally.all.tokens >= self._options.num_tokens:
             self.proof.is_whole = True
             return True
-        seconds = self._question.seconds
+        seconds = self._options.seconds
         return len(self.proof.bugs) >= MAX_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
 
     def _measure_noise(self, engine_under_test: EngineUnderTest) -> None:
@@ -274,12 +274,12 @@ class Prover:
             self.proof.tally.all.count(Status.BUG)
 
     def _some_requests(self) -> list[CaseRequest]:
-        cases = self._question.cases or list(islice(self._case_maker.cases(), 2 * _MOST_REQUESTS))
+        cases = self._options.cases or list(islice(self._case_maker.cases(), 2 * _MOST_REQUESTS))
         return [one for case in cases for one in case.requests]
 
     def _texts_for_transformers(self, engine_under_test: EngineUnderTest) -> list[OutputRows]:
         """Return rows of a few outputs; none where transformers cannot run the model."""
-        is_off = self._given_cases or not self._question.compares_transformers
+        is_off = self._given_cases or not self._options.compares_transformers
         reason = "it was switched off" if is_off else reason_not_comparable(self._directory, self._engine)
         if reason is not None:
             self.proof.transformers = TransformersComparison("not_compared", reason)
@@ -317,10 +317,10 @@ def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int
     return rows[_NOISE_PREFILLED:]
 
 
-def _prompts(question: ProofOptions, input_processor: InputProcessor) -> PromptSource:
+def _prompts(options: ProofOptions, input_processor: InputProcessor) -> PromptSource:
     longest = input_processor.max_model_len - MOST_TOKENS
     if input_processor.max_model_len < _LEAST_CONTEXT:
         raise ConfigError(f"max_model_len is {input_processor.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
-    if question.prompts is None:
-        return SamplePrompts(input_processor, question.seed, longest=longest)
-    return given_prompts(question.prompts, input_processor, longest=longest)
+    if options.prompts is None:
+        return SamplePrompts(input_processor, options.seed, longest=longest)
+    return given_prompts(options.prompts, input_processor, longest=longest)

@@ -59,7 +59,7 @@ class CaseRunner:
         self._engine_under_test, self._references, self._comparison = engine_under_test, references, comparison
 
     def run(self, case: Case) -> CaseOutcome:
-        """Run a case and compare. An exception becomes a finding; an interrupt is raised again."""
+        """Run a case and compare it with plain decoding. Exceptions are reported as findings, interrupts raised again."""
         case = replace(case, requests=tuple(map(self._resolved, case.requests)))
         random = np.random.default_rng(case.seed)
         count = len(case.requests)

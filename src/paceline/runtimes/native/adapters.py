@@ -111,7 +111,7 @@ def _narrowest_exact_type(values: NDArray[np.float32]) -> tuple[NDArray[Any], Ma
     return values, MatrixKind.F32
 
 
-class AdapterRows:
+class AdapterMapping:
     """Fills the fields of the `Pass` record that tell the kernels which rows have which adapter.
 
     Args:

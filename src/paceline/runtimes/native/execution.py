@@ -12,7 +12,7 @@ from paceline.kv_cache.recurrent_state import RecurrentStateCache
 from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
-from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
+from paceline.runtimes.native.adapters import AdapterMapping, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_empty, aligned_zeros
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassRecord
@@ -69,7 +69,7 @@ class Execution:
         self._buffers: list[FloatArray] = []  # each [capacity in rows, width]
         self.pass_record = PassRecord(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         max_experts = max((operation.chosen for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
-        self._adapter_rows = None if adapters is None else AdapterRows(adapters, blocks.sites, max_experts)
+        self._adapter_rows = None if adapters is None else AdapterMapping(adapters, blocks.sites, max_experts)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             max_columns=self._max_columns, tickets=self._tickets.ctypes.data,

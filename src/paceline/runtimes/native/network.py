@@ -27,7 +27,7 @@ from paceline.models.storage.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, Numerics
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, NetworkDefinition, with_summaries
-from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
+from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_embeddings, unscaled_embedding_rows
 from paceline.runtimes.logits_summary import SummaryOptions
 from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_zeros
@@ -193,7 +193,7 @@ class NativeNetwork(Network):
         return inputs[name]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        return scaled_rows(self._embedding_rows(token_ids), self.config, self._round_to)
+        return scaled_embeddings(self._embedding_rows(token_ids), self.config, self._round_to)
 
     def _embedding_rows(self, token_ids: IntArray) -> FloatArray:
         table = self._embedding
@@ -206,7 +206,7 @@ class NativeNetwork(Network):
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
             if adapter.has_embedding_change:
                 own = adapter.adapt_embeddings(self._embedding_rows(ids), ids)
-                embedded[rows] = scaled_rows(own, self.config, self._round_to)
+                embedded[rows] = scaled_embeddings(own, self.config, self._round_to)
         return embedded
 
     @property
@@ -273,7 +273,7 @@ class NativeNetwork(Network):
         return program
 
     def _record_program(self, summary: SummaryOptions | None) -> "_Program":
-        """Record the network with this summary of logits; None = without. The returned program has no cache yet."""
+        """Record the network. `summary`: what is returned of each row of logits, None = the row. The program has no cache yet."""
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
         results = dict(with_summaries(self.compose, summary)(blocks))

@@ -108,7 +108,7 @@ class _Planner:
         self._num_pending, self._num_applied, self._save_counts = num_pending, num_applied, save_counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
-        self._earlier_nodes: list[list[int]] = []  # by node: its ancestors whose updates are not yet in its base state
+        self._earlier_nodes: list[list[int]] = []  # by node: the nodes on the path from its base to itself
         for parent in self._parents:
             is_first = parent < 0 or len(self._earlier_nodes[parent]) == CHECKPOINT_INTERVAL - 1
             self._bases.append(parent if is_first else self._bases[parent])

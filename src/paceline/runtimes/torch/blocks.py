@@ -82,7 +82,8 @@ class TorchBlocks:
 
     def embedding(self, name: str) -> torch.Tensor:
         token_ids = self._inputs[TOKEN_IDS]
-        return scaled_rows(self._adapted.apply_to_embedding(token_ids, F.embedding(token_ids, self._weights.weight(name))), self._config)
+        rows = F.embedding(token_ids, self._weights.weight(name))
+        return scaled_embeddings(self._adapted.apply_to_embedding(token_ids, rows), self._config)
 
     def per_layer_embedding(self, name: str) -> torch.Tensor:
         """See `Blocks`. The table is not loaded; only the needed rows are read."""
@@ -301,7 +302,7 @@ def _rms_normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     return x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + epsilon)
 
 
-def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def scaled_embeddings(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Return embedding rows times `config.embedding_scale` in the type of the rows."""
     return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
 

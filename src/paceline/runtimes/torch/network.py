@@ -26,7 +26,7 @@ from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, Forwa
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
-from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
+from paceline.runtimes.torch.blocks import TorchBlocks, scaled_embeddings
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
@@ -171,7 +171,7 @@ class TorchNetwork(Network):
         weights = self._shared.weights
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
-            return _to_numpy(scaled_rows(F.embedding(ids, weights.weight("embedding")), self.config))
+            return _to_numpy(scaled_embeddings(F.embedding(ids, weights.weight("embedding")), self.config))
 
     def network_on_shared_kv(
         self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int

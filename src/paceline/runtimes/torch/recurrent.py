@@ -66,7 +66,7 @@ class RecurrentPass:
 
     def _run(self, part: "_Convolution | _Matrices") -> None:
         for rows in self._ranges:
-            update = self._update(rows.sequence_id)
+            update = self._planned_update(rows.sequence_id)
             value = part.copy_from(update.state)
             for count, record in enumerate(update.pending, 1):
                 value = part.replay(value, update.records[record])
@@ -75,7 +75,7 @@ class RecurrentPass:
                 _save_states(part, value, count, update)
             _run_rows(part, value, rows, update)
 
-    def _update(self, sequence_id: int) -> StateUpdate:
+    def _planned_update(self, sequence_id: int) -> StateUpdate:
         if self._cache is None:
             raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
         if sequence_id not in self._updates:

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.admission import AdmissionControl
+from paceline.server.apis import api_of, handle_errors
 from paceline.server.asgi_client import REQUEST_ID, ForwardedRequest
-from paceline.server.dialects import dialect_of, handle_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import unavailable
 from paceline.server.metrics import merged_pages
@@ -146,7 +146,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
         assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
-            stream = EventStream(head.body, cast("AsyncGenerator[bytes, None]", parts), dialect_of(request.url.path))
+            stream = EventStream(head.body, cast("AsyncGenerator[bytes, None]", parts), api_of(request.url.path))
             stream.headers.update(headers)
             return stream
         content = head.body + await cancel_on_disconnect(request, _read_rest(parts))

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in every dialect: its own blocks or items, streamed and complete, and sent back in the conversation."""
+"""Reasoning and tool calls in every API: its own blocks or items, streamed and complete, and sent back in the conversation."""
 
 import asyncio
 import copy
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.dialects import DIALECTS, Messages, Responses, Said, Spoken
+from harness.apis import APIS, Messages, Responses, Said, Spoken
 from harness.http_client import HttpClient
 from harness.tool_model import write_tool_model
 from harness.written_answers import kinds, write_down
@@ -42,13 +42,13 @@ def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     asyncio.run(engine.close())
 
 
-@pytest.fixture(params=DIALECTS)
+@pytest.fixture(params=APIS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def asked(name: str, **more: Any) -> dict[str, Any]:
-    return {**DIALECTS[name].fields(MESSAGES, max_tokens=60, temperature=0), **TOOLS[name], **more}
+    return {**APIS[name].fields(MESSAGES, max_tokens=60, temperature=0), **TOOLS[name], **more}
 
 
 def plain(said: Said) -> Said:
@@ -57,32 +57,30 @@ def plain(said: Said) -> Said:
 
 
 @pytest.mark.parametrize("piece_len", [1, 7, 1000])
-def test_reasoning_content_and_tool_calls_are_separated_in_every_dialect(
+def test_reasoning_content_and_tool_calls_are_separated_in_every_api(
     talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int
 ) -> None:
     write_down(monkeypatch, WRITTEN, piece_len=piece_len)
-    dialect = DIALECTS[name]
-    whole, events = dialect.whole(talking, asked(name)), dialect.stream(talking, asked(name))
+    api = APIS[name]
+    whole, events = api.whole(talking, asked(name)), api.stream(talking, asked(name))
     expected = [("thought", "Hm. Oslo."), ("text", "Let me see."), CALLED, CALLED]
-    assert [(*one[:-1], one[-1].strip()) for one in plain(dialect.said(whole))] == expected
-    assert plain(dialect.streamed(events)) == plain(dialect.said(whole))
-    assert dialect.ending(whole)[0] == dialect.streamed_ending(events)[0] == REASONS[name]
+    assert [(*one[:-1], one[-1].strip()) for one in plain(api.said(whole))] == expected
+    assert plain(api.streamed(events)) == plain(api.said(whole))
+    assert api.ending(whole)[0] == api.streamed_ending(events)[0] == REASONS[name]
 
 
 def test_answer_cut_within_a_tool_call_has_finish_reason_length(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, WRITTEN[:-30], finish_reason="length")
-    dialect: Spoken = DIALECTS[name]
+    api: Spoken = APIS[name]
     fields = asked(name)
     fields.update({"max_tokens": 5} if name == "messages" else {})  # as many as it has: else the context is at its end
-    whole = dialect.whole(talking, fields)
-    answer = talking.post(
-        dialect.path, {**fields, "stream": True, **({"stream_options": {"include_usage": True}} if name == "chat" else {})}
-    )
-    events = dialect.events(answer.text)
-    assert plain(dialect.said(whole)[:3])[-1] == CALLED
-    assert dialect.ending(whole)[0] == CUT[name]
+    whole = api.whole(talking, fields)
+    answer = talking.post(api.path, {**fields, "stream": True, **({"stream_options": {"include_usage": True}} if name == "chat" else {})})
+    events = api.events(answer.text)
+    assert plain(api.said(whole)[:3])[-1] == CALLED
+    assert api.ending(whole)[0] == CUT[name]
     if name != "messages":
-        assert dialect.ending(whole) == dialect.streamed_ending(events)
+        assert api.ending(whole) == api.streamed_ending(events)
 
 
 MESSAGE_ORDER = [
@@ -132,15 +130,15 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_required_tool_call_fits_its_schema_in_every_dialect(talking: HttpClient, name: str) -> None:
-    dialect = DIALECTS[name]
+def test_required_tool_call_fits_its_schema_in_every_api(talking: HttpClient, name: str) -> None:
+    api = APIS[name]
     fields = asked(name, **FORCED[name])
-    whole, events = dialect.whole(talking, fields), dialect.stream(talking, fields)
-    calls = [one for one in dialect.said(whole) if one[0] == "call"]
+    whole, events = api.whole(talking, fields), api.stream(talking, fields)
+    calls = [one for one in api.said(whole) if one[0] == "call"]
     assert calls
     assert all(json.loads(call[2])["city"] in ("Oslo", "Bergen") for call in calls)
-    assert dialect.streamed(events) == dialect.said(whole)
-    assert dialect.ending(whole)[0] == REASONS[name]
+    assert api.streamed(events) == api.said(whole)
+    assert api.ending(whole)[0] == REASONS[name]
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
@@ -149,10 +147,10 @@ def test_invalid_tool_schema_error_names_its_field_path(talking: HttpClient, nam
     tools: Any = copy.deepcopy(TOOLS[name]["tools"])
     tools[0].update({"input_schema": wrong} if name == "messages" else {})
     tools[0].get("function", tools[0]).update({} if name == "messages" else {"parameters": wrong})
-    answer = talking.post(DIALECTS[name].path, asked(name, **FORCED[name], tools=tools))
+    answer = talking.post(APIS[name].path, asked(name, **FORCED[name], tools=tools))
     assert answer.status_code == 400
     places = {"chat": "tools[0].function.parameters", "messages": "tools[0].input_schema", "responses": "tools[0].parameters"}
-    assert places[name] in DIALECTS[name].message_of(answer.json())
+    assert places[name] in APIS[name].message_of(answer.json())
 
 
 HISTORY = [
@@ -169,7 +167,7 @@ HISTORY = [
 ]
 
 
-def test_history_with_tool_calls_is_read_equally_in_every_dialect() -> None:
+def test_history_with_tool_calls_is_read_equally_in_every_api() -> None:
     settings = ServerSettings()
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
@@ -230,15 +228,15 @@ THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", THINKING, indirect=True)
-def test_thinking_option_of_every_dialect_reaches_the_chat_template(talking: HttpClient, client: HttpClient, name: str) -> None:
-    dialect = DIALECTS[name]
-    fields = dialect.fields(MESSAGES, max_tokens=1)
-    untold = dialect.ending(dialect.whole(talking, fields))[1]
+def test_thinking_option_of_every_api_reaches_the_chat_template(talking: HttpClient, client: HttpClient, name: str) -> None:
+    api = APIS[name]
+    fields = api.fields(MESSAGES, max_tokens=1)
+    untold = api.ending(api.whole(talking, fields))[1]
     for told, told_not in THINKING[name]:
-        assert dialect.ending(dialect.whole(talking, {**fields, **told}))[1] > untold, "the prompt begins the thoughts"
-        assert dialect.ending(dialect.whole(talking, {**fields, **told_not}))[1] == untold
+        assert api.ending(api.whole(talking, {**fields, **told}))[1] > untold, "the prompt begins the thoughts"
+        assert api.ending(api.whole(talking, {**fields, **told_not}))[1] == untold
         for more in (told, told_not):
-            answer = client.post(dialect.path, {**fields, **more})
+            answer = client.post(api.path, {**fields, **more})
             assert answer.status_code == 200, answer.text
             ignored = answer.headers[IGNORED_HEADER].split(", ")
             assert any(name == field or name.startswith(f"{field}.") for field in more for name in ignored), "without a variable"

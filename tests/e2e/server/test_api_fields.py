@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.dialects import Messages, OllamaChat, Responses, Spoken
+from harness.apis import Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.server.fields import IGNORED_HEADER
@@ -20,8 +20,8 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
 IMAGE = {"type": "image", "source": {}}
 
 
-def asked(dialect: Spoken, **more: Any) -> dict[str, Any]:
-    return {**dialect.fields(TURNS, **GREEDY), **more}
+def asked(api: Spoken, **more: Any) -> dict[str, Any]:
+    return {**api.fields(TURNS, **GREEDY), **more}
 
 
 def turns(*contents: Any) -> list[dict[str, Any]]:
@@ -104,15 +104,13 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more", "place"), REFUSED, ids=[f"{case[0].path} {case[2]} {at}" for at, case in enumerate(REFUSED)])
-def test_invalid_field_is_named_in_the_error_of_every_dialect(
-    client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str
-) -> None:
+@pytest.mark.parametrize(("api", "more", "place"), REFUSED, ids=[f"{case[0].path} {case[2]} {at}" for at, case in enumerate(REFUSED)])
+def test_invalid_field_is_named_in_the_error_of_every_api(client: HttpClient, api: Spoken, more: dict[str, Any], place: str) -> None:
     for is_streamed in (False, True):
-        answer = client.post(dialect.path, {"stream": is_streamed, **asked(dialect, **more)})
+        answer = client.post(api.path, {"stream": is_streamed, **asked(api, **more)})
         assert answer.status_code == 400, answer.text
-        named = answer.json()["error"]["param"] if dialect is RESPONSES else dialect.message_of(answer.json())
-        assert place == named if dialect is RESPONSES else place in named
+        named = answer.json()["error"]["param"] if api is RESPONSES else api.message_of(answer.json())
+        assert place == named if api is RESPONSES else place in named
 
 
 @pytest.mark.parametrize("num_ctx", [4096, 64, 0, -1])
@@ -150,9 +148,9 @@ TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more"), TAKEN, ids=[f"{case[0].path} {at}" for at, case in enumerate(TAKEN)])
-def test_fields_without_effect_change_no_text_in_any_dialect(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
-    assert dialect.said(dialect.whole(client, asked(dialect, **more))) == dialect.said(dialect.whole(client, asked(dialect)))
+@pytest.mark.parametrize(("api", "more"), TAKEN, ids=[f"{case[0].path} {at}" for at, case in enumerate(TAKEN)])
+def test_fields_without_effect_change_no_text_in_any_api(client: HttpClient, api: Spoken, more: dict[str, Any]) -> None:
+    assert api.said(api.whole(client, asked(api, **more))) == api.said(api.whole(client, asked(api)))
 
 
 DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
@@ -162,13 +160,13 @@ DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
-def test_tools_unknown_to_the_template_are_described_in_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("api", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
+def test_tools_unknown_to_the_template_are_described_in_the_prompt(client: HttpClient, api: Spoken, more: dict[str, Any]) -> None:
     """The embedded model's template does not support tools: they are described in the system message."""
-    whole = dialect.whole(client, asked(dialect, **more))
-    assert dialect.said(whole)
-    assert dialect.ending(whole)[1] > dialect.ending(dialect.whole(client, asked(dialect)))[1] + 50
-    assert dialect.streamed(dialect.stream(client, asked(dialect, **more))) == dialect.said(whole)
+    whole = api.whole(client, asked(api, **more))
+    assert api.said(whole)
+    assert api.ending(whole)[1] > api.ending(api.whole(client, asked(api)))[1] + 50
+    assert api.streamed(api.stream(client, asked(api, **more))) == api.said(whole)
 
 
 FORMS: list[tuple[Spoken, dict[str, Any]]] = [
@@ -178,16 +176,16 @@ FORMS: list[tuple[Spoken, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "form"), FORMS, ids=[case[0].path for case in FORMS])
-def test_json_schema_constrains_the_answer_in_every_dialect(client: HttpClient, dialect: Spoken, form: dict[str, Any]) -> None:
-    fields = {**dialect.fields(TURNS, temperature=0, max_tokens=40), **form}
-    ((_, text),) = dialect.said(dialect.whole(client, fields))
+@pytest.mark.parametrize(("api", "form"), FORMS, ids=[case[0].path for case in FORMS])
+def test_json_schema_constrains_the_answer_in_every_api(client: HttpClient, api: Spoken, form: dict[str, Any]) -> None:
+    fields = {**api.fields(TURNS, temperature=0, max_tokens=40), **form}
+    ((_, text),) = api.said(api.whole(client, fields))
     assert set(json.loads(text)) == {"age"}
 
 
 def test_json_object_format_constrains_the_answer(client: HttpClient) -> None:
-    for dialect, form in ((RESPONSES, {"text": {"format": {"type": "json_object"}}}), (OLLAMA, {"format": "json"})):
-        ((_, text),) = dialect.said(dialect.whole(client, {**asked(dialect), **form}))
+    for api, form in ((RESPONSES, {"text": {"format": {"type": "json_object"}}}), (OLLAMA, {"format": "json"})):
+        ((_, text),) = api.said(api.whole(client, {**asked(api), **form}))
         assert text.startswith("{")
 
 
@@ -255,8 +253,8 @@ def test_json_content_type_is_optional_only_for_ollama_paths(client: HttpClient,
     assert OLLAMA.said(answer.json()) == OLLAMA.said(OLLAMA.whole(client, asked(OLLAMA)))
     for header in ({"Origin": "null"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         assert client.ask("POST", OLLAMA.path, content=body, headers={**kind, **header}).status_code == 415
-    for dialect in (MESSAGES, RESPONSES):
-        assert client.ask("POST", dialect.path, content=json.dumps(asked(dialect)).encode(), headers=kind).status_code == 415
+    for api in (MESSAGES, RESPONSES):
+        assert client.ask("POST", api.path, content=json.dumps(asked(api)).encode(), headers=kind).status_code == 415
 
 
 def test_ollama_generate_applies_the_chat_template_unless_raw(client: HttpClient, engine: AsyncEngine) -> None:

@@ -1,4 +1,4 @@
-"""The dialects, by path: how each writes an error, and what its streams are made of."""
+"""The APIs, by path: how each writes an error, and what its streams are made of."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ def ollama_error(error: HttpError) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """Errors and streams of one dialect.
+class Api:
+    """Errors and streams of one API.
 
     Attributes:
         error: the JSON object of an error.
@@ -65,23 +65,23 @@ class Dialect:
         return self.event(self.error(error))
 
 
-OPENAI = Dialect(openai_error)
-ANTHROPIC = Dialect(anthropic_error, named_event)
-OLLAMA = Dialect(ollama_error, line, "application/x-ndjson", names_type=False)
-RESPONSES = Dialect(openai_error, responses_event)
+OPENAI = Api(openai_error)
+ANTHROPIC = Api(anthropic_error, named_event)
+OLLAMA = Api(ollama_error, line, "application/x-ndjson", names_type=False)
+RESPONSES = Api(openai_error, responses_event)
 BY_PATH = {"/v1/responses": RESPONSES, "/responses": RESPONSES, "/v1/messages": ANTHROPIC, "/messages": ANTHROPIC, "/api": OLLAMA}
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Have an application answer errors in the dialect of the path."""
+    """Have an application answer errors in the API of the path."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return dialect_of(request.url.path).response(http_error_of(error))
+        return api_of(request.url.path).response(http_error_of(error))
 
     for kind in (HTTPException, HttpError):
         app.add_exception_handler(kind, answer)
 
 
-def dialect_of(path: str) -> Dialect:
-    """The dialect of a path; OpenAI's where it belongs to none."""
-    return next((dialect for start, dialect in BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)
+def api_of(path: str) -> Api:
+    """The API of a path; OpenAI's where it belongs to none."""
+    return next((api for start, api in BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)

@@ -1,10 +1,10 @@
-"""How each dialect writes an error that ends a stream."""
+"""How each API writes an error that ends a stream."""
 
 import json
 
 import pytest
 
-from paceline.server.dialects import dialect_of
+from paceline.server.apis import api_of
 from paceline.server.errors import HttpError
 
 ERROR = HttpError(503, "the server is shutting down", kind="service_unavailable_error", code="shutting_down")
@@ -19,8 +19,8 @@ ERROR = HttpError(503, "the server is shutting down", kind="service_unavailable_
         ("/v1/messages", "error", "error"),
     ],
 )
-def test_error_event_has_the_name_that_dialect_clients_expect(path: str, name: str | None, kind: str | None) -> None:
-    *names, data = dialect_of(path).error_event(ERROR).decode().strip().splitlines()
+def test_error_event_has_the_name_that_api_clients_expect(path: str, name: str | None, kind: str | None) -> None:
+    *names, data = api_of(path).error_event(ERROR).decode().strip().splitlines()
     assert names == ([] if name is None else [f"event: {name}"])
     fields = json.loads(data.removeprefix("data: "))
     assert fields.get("type") == kind

@@ -1,4 +1,4 @@
-"""The server's API dialects for tests: how a chat request is made, and how the answer is read."""
+"""The server's APIs for tests: how a chat request is made, and how the answer is read."""
 
 import json
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ Said = list[tuple[str, ...]]
 
 
 class Spoken(ABC):
-    """One dialect."""
+    """One API."""
 
     path: str
     names: ClassVar[Mapping[str, str]] = {}  # of fields that are called otherwise
@@ -285,4 +285,4 @@ class OllamaChat(Spoken):
         return error["error"]
 
 
-DIALECTS: dict[str, Spoken] = {"chat": Chat(), "messages": Messages(), "responses": Responses(), "ollama": OllamaChat()}
+APIS: dict[str, Spoken] = {"chat": Chat(), "messages": Messages(), "responses": Responses(), "ollama": OllamaChat()}
