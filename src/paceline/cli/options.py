@@ -407,9 +407,9 @@ def numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[float,
         ConfigError: one is no number.
     """
     try:
-        return tuple(kind(word) for word in text.split(",") if word.strip())
+        return tuple(map(kind, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}: use numbers with commas between them") from None
+        raise ConfigError(f"{name} is {text!r}: use numbers with commas between them, such as 0,1") from None
 
 
 def _count_or_word(text: str) -> int | str:

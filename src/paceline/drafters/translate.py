@@ -56,8 +56,8 @@ class ByteTokenizer:
         if tokens_of_text is not None:
             return tokens_of_text
         tokens: list[tuple[int, int]] = []
-        for part in _characters(text) if self._speller.spell(text) is None else [text]:
-            ids = self._speller.spell(part)
+        whole = self._speller.spell(text)
+        for part, ids in [(text, whole)] if whole is not None else [(part, self._speller.spell(part)) for part in _characters(text)]:
             if ids is not None:
                 tokens.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
             elif tokens:

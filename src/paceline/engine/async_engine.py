@@ -173,9 +173,8 @@ class AsyncEngine:
         if (sandbox := self.loaded.input_processor.compiler.sandbox) is not None:
             sandbox.close()  # a grammar that is being compiled would keep a thread and the engine alive
         if self._worker.is_own_process:
-            await asyncio.to_thread(
-                self._worker.thread.join
-            )  # not a method of the worker: the pool's thread may hold it for longer than the call takes
+            # not a method of the worker: the pool's thread may hold it for longer than the call takes
+            await asyncio.to_thread(self._worker.thread.join)
 
     def _prompt_encoder(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in list_prompts(prompts)]

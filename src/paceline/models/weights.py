@@ -179,7 +179,7 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
-def round_to_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArray[Any]:
+def to_weight_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArray[Any]:
     """Round float32 values to the nearest of a type, ties to even. Values beyond the type become infinite."""
     if weight_type is WeightType.BF16:
         return to_bf16(values)

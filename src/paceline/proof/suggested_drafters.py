@@ -152,7 +152,7 @@ _READS_LM_HEAD = ("eagle", "mtp")  # compute logits with the target's vocabulary
 _EXPERT = re.compile(r"layers\.(\d+)\.experts\.")
 _HUB_CACHE_FOLDER = re.compile(r"models--(.+)")  # models--OWNER--NAME/snapshots/COMMIT
 _STORAGE_SUFFIXES = re.compile(  # -GPTQ-Int4, -qat-q4_0-gguf, -Q4_K_M-00001-of-00002
-    r"(?:(?:-ud)?[-._](?:i?q\d\w*|f16|f32|bf16|fp16|fp8|mxfp4|int4|int8|awq|gptq|gguf|qat))*(?:-\d{5}-of-\d{5})?$", re.IGNORECASE
+    r"(?:(?:-ud)?[-._](?:i?q\d\w*+|f16|f32|bf16|fp16|fp8|mxfp4|int4|int8|awq|gptq|gguf|qat))*(?:-\d{5}-of-\d{5})?$", re.IGNORECASE
 )
 
 

@@ -19,7 +19,7 @@ class ForwardedRequest:
 
     Attributes:
         query: the query string.
-        headers: in addition to Host and Content-Type.
+        headers: in addition to Host and Content-Type; of a client's, those of its connection and its credentials are left out.
         request_id: for the response and the log; None = a new one.
         key: hash of the beginning of the prompt, for `choose_replica`.
         replica: name of the replica that must answer; None = any.

@@ -82,7 +82,7 @@ class TokenizerBackend:
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the piece of an id; None if there is no such id."""
-        piece: str | None = _call("look up a token id", self._library.id_to_token, token_id)
+        piece: str | None = _call(f"look up the token id {token_id}", self._library.id_to_token, token_id)
         return piece
 
     def to_json(self) -> str:

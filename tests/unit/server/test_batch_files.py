@@ -79,6 +79,19 @@ def test_batch_lines_that_are_not_answered_are_read_again(tmp_path: Path) -> Non
     assert (plan.num_requests, plan.num_pending, len(plan.bad)) == (3, 3, 1)
 
 
+@pytest.mark.parametrize("change", ["cut", "appended", "deleted"])
+def test_batch_file_that_changes_while_it_is_answered_is_an_error(change: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", *(line(str(number)) for number in range(3)))
+    lines = plan_batch(path, Finished(), LIMIT).lines()
+    assert next(lines).custom_id == "0"
+    if change == "deleted":
+        path.unlink()
+    else:
+        written(path, *(line(str(number)) for number in range(1 if change == "cut" else 4)))
+    with pytest.raises(RequestError, match="was changed while it was being answered: run the command again"):
+        list(lines)
+
+
 def test_duplicate_custom_ids_are_refused_with_their_line_numbers(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), line("two"), line("one", body={}), line("two"))
     with pytest.raises(RequestError, match=r"'one' in lines 1 and 3, 'two' in lines 2 and 4"):

@@ -244,8 +244,8 @@ class BlockDrafter(Drafter):
             states |= {node: state for node, (_, state) in zip(nodes, latents, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
             output = head.run_bias(np.stack([latent for latent, _ in latents]), base, frontier_noise_draws([draft]))
-            ranked = zip(nodes, output.logits, output.summaries, strict=True)
-            found = [draft.sample(self._sampler, node, row, top_tokens) for node, row, top_tokens in ranked]
+            ranked = output.summaries if draft.uses_top_tokens else []
+            found = [draft.sample(self._sampler, node, output, row, ranked) for row, node in enumerate(nodes)]
             if head.config.has_confidence:
                 found = [_scale_probs_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))

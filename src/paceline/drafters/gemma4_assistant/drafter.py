@@ -86,7 +86,7 @@ class AssistantDrafter(Drafter):
                 last = first + len(draft.frontier)
                 rows = list(enumerate(draft.frontier, first))
                 if ranked:
-                    drafted = [draft.sample(self._sampler, node, output.logits[row], ranked[row]) for row, node in rows]
+                    drafted = [draft.sample(self._sampler, node, output, row, ranked) for row, node in rows]
                 else:
                     drafted = [self._sample_from_clusters(draft, node, output, row) for row, node in rows]
                 draft.add_level(drafted, features[first:last])

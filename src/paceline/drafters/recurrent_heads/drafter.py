@@ -138,10 +138,10 @@ class EagleStyleDrafter(Drafter):
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
         """Add a level to each draft, sampled from the logits of its frontier nodes."""
-        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
+        output, ranked, first = outputs.output, outputs.top_tokens(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
-            drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for row, node in enumerate(draft.frontier, first)]
+            drafted = [draft.sample(self._sampler, node, output, row, ranked) for row, node in enumerate(draft.frontier, first)]
             draft.add_level(drafted, outputs.features[first:last])
             first = last
 
@@ -186,12 +186,12 @@ class ParallelDrafter(EagleStyleDrafter):
             [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
         )
         outputs = self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
-        logits, ranked, first = outputs.logits, outputs.top_tokens(), 0
+        output, ranked, first = outputs.output, outputs.top_tokens(), 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:
                     break
-                drafted = [draft.sample(self._sampler, node, logits[row], ranked[row]) for node in draft.frontier]
+                drafted = [draft.sample(self._sampler, node, output, row, ranked) for node in draft.frontier]
                 draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # masked rows need no features
             first += draft.depth
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
-from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
+from paceline.runtimes.base import BoolArray, FloatArray, ForwardOutput, IntArray, RowRange
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
@@ -79,10 +79,11 @@ class GrowingDraft:
             node = self.parents[node]
         return path[::-1]
 
-    def sample(self, sampler: DraftSampler, node: int, logits: FloatArray, top_tokens: LogitsSummary) -> DraftTokens:
-        """Sample the draft tokens after a node, from its row of logits [Vd] or from the row's top tokens if these are enough."""
+    def sample(self, sampler: DraftSampler, node: int, output: ForwardOutput, row: int, top_tokens: Sequence[LogitsSummary]) -> DraftTokens:
+        """Sample the draft tokens after a node, from a row of a pass's top tokens if these are enough, else from its logits [Vd]."""
         if self.uses_top_tokens:
-            return sampler.sample_from_top_tokens(top_tokens, self.width, is_greedy=self.request.params.is_greedy)
+            return sampler.sample_from_top_tokens(top_tokens[row], self.width, is_greedy=self.request.params.is_greedy)
+        logits = output.logits[row]  # on a GPU, reading any row copies all of them
         return sampler.sample(self.request, self.path(node), logits, self.width, needs_draft_probs=self.budget.needs_draft_probs)
 
     def add_level(self, drafted: Sequence[DraftTokens], features: FloatArray) -> None:

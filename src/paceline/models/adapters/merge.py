@@ -13,7 +13,7 @@ from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
-from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, round_to_type
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, to_weight_type
 
 _CHUNK_VALUES = 1 << 20
 Floats = NDArray[np.float32]
@@ -142,7 +142,7 @@ class MergedWeights(LazyWeights):
             rows = slice(start, start + step)
             values = as_float32(tensor, rows)
             values = values if update is None else values + update.up[rows] @ update.down
-            merged[rows] = rounded = round_to_type(values, weight_type)
+            merged[rows] = rounded = to_weight_type(values, weight_type)
             if not np.isfinite(rounded).all():
                 raise CheckpointError(
                     f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: "

@@ -42,8 +42,8 @@ from paceline.models.weights import (
     add_norm_offset,
     as_float32,
     half_split_order,
-    round_to_type,
     shares_kv,
+    to_weight_type,
 )
 
 _STACKED_MATRICES = {
@@ -97,7 +97,7 @@ def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int 
     Making it raises a CheckpointError if a scale or a value is not finite.
     """
     if packed.bits is None:
-        round_values = partial(round_to_type, weight_type=weight_type)
+        round_values = partial(to_weight_type, weight_type=weight_type)
         return _lazy_tensor(packed.source_arrays, packed.shape, weight_type, lambda: packed.to_array(round_values, num_threads))
     info = TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
     return LazyTensor(info, packed.source_arrays, lambda: GroupedTensor(packed.to_grouped_matrix(num_threads)))

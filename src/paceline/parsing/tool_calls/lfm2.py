@@ -25,6 +25,6 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from _READER.read(stream, sink, is_bracketed=is_bracketed)
 
 
-# the model sometimes leaves out the token
 calls_grammar = call_list(python_call_grammar, ", ", f"{OPEN}[", f"]{CLOSE}")
+# the model sometimes leaves out the token before "["
 FORMAT = ToolCallFormat({OPEN: read_calls}, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN, first={"[": read_list})

@@ -49,7 +49,6 @@ def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 _HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), drop_mark)}
-# the first header begins in the prompt
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -61,6 +60,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     return f"({grammar.literal(START + 'assistant')})? {grammar.one_of(calls)}"
 
 
+# the first header begins in the prompt
 FORMAT = ToolCallFormat({OPEN: TAGS.read_calls, **_HEADERS}, (OPEN,), TOKENS, calls_grammar, first={"to=": read_header})
 REASONING_FORMAT = ReasoningFormat(
     _HEADERS, (_TO + _SELF, MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning, first={"to=": read_header}

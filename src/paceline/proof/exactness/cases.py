@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.engine.input_processor import InputProcessor
-from paceline.errors import CheckpointError, ConfigError, RequestError
+from paceline.errors import CheckpointError, ConfigError, PacelineError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.prompt_file import read_prompts
 from paceline.sampling.params import SamplingParams
@@ -358,7 +358,8 @@ def read_cases(name: str | None) -> CasesToRun:
         cases = {case.number: case for case in map(Case.from_dict, replays)}
         seed = None if "requests" in found else found["seed"]
     except (CheckpointError, RequestError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--case {name} is no case or report of paceline prove ({error!r}): {advice}") from error
+        reason = error if isinstance(error, PacelineError) else "it has not the JSON of one"
+        raise ConfigError(f"--case {name} is no case or report of paceline prove ({reason}): {advice}") from error
     if not cases:
         raise ConfigError(f"--case {name} holds no case that differs: there is nothing to repeat")
     return CasesToRun(None, tuple(cases.values()), seed)

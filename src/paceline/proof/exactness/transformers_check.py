@@ -136,15 +136,20 @@ def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], toler
         pairs: for each text our rows, and theirs [rows, V or more].
         tolerance: standard deviations of a row.
     """
-    own = np.concatenate([np.stack(rows) for rows, _ in pairs])
-    other = np.concatenate([rows for _, rows in pairs])[:, : own.shape[1]]
-    margins = other.max(1) - other[np.arange(len(own)), own.argmax(1)]
-    is_equal = margins <= 0.0
-    is_near = ~is_equal & (margins < tolerance * other.std(1))
-    differing = int((~is_equal & ~is_near).sum())
-    counts = len(own), int(is_equal.sum()), int(is_near.sum()), differing
+    positions = equal = near = 0
+    largest, worst_margin = 0.0, 0.0
+    for ours, theirs in pairs:
+        for own, other in zip(ours, theirs, strict=True):
+            row = other[: len(own)]
+            positions += 1
+            largest = max(largest, max_abs_difference(own, row))
+            margin = float(row.max() - row[int(own.argmax())])
+            worst_margin = max(worst_margin, margin)
+            equal += margin <= 0.0
+            near += 0.0 < margin < tolerance * float(row.std())
+    differing = positions - equal - near
     status = "differs" if differing else "agrees"
-    return TransformersComparison(status, "", *counts, max_abs_difference(own, other), float(margins.max()), tolerance)
+    return TransformersComparison(status, "", positions, equal, near, differing, largest, worst_margin, tolerance)
 
 
 def _rows_of_transformers(directory: Path, texts: Sequence[OutputRows]) -> list[FloatArray]:

@@ -14,7 +14,7 @@ from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_ONE_LINE_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ADDED_END = "<|end of grammar|>"
 _MAX_REASON_CHARS = 400
 
@@ -140,7 +140,7 @@ def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
         elif grammar.kind is GrammarKind.CHOICE:  # string literals of Lark have the syntax of JSON
             text = convert.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
         else:
-            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=_ONE_LINE_JSON)
+            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=ONE_LINE_JSON)
     except ValueError as error:
         raise _grammar_error(f"grammar: {error}") from error
     return str(text)

@@ -106,12 +106,14 @@ class Plan:
     """The lines of a batch file that have to be answered.
 
     Attributes:
+        version: of the file when its lines were counted.
         max_line_bytes: as for `read_lines`.
         answered: the custom_id of each request that is answered.
         num_requests: of the file, including answered ones.
     """
 
     path: Path
+    version: tuple[int, int]
     max_line_bytes: int
     answered: Collection[str]
     num_requests: int
@@ -123,13 +125,24 @@ class Plan:
 
     def lines(self) -> Iterator[BatchLine]:
         """Read the lines to be answered again; RequestError if the file was changed."""
-        known_bad = set(self.bad)
         for line in read_lines(self.path, self.max_line_bytes):
-            if isinstance(line, BatchLine):
-                if line.custom_id not in self.answered:
-                    yield line
-            elif line not in known_bad:
-                raise RequestError(f"line {line.number} of {self.path} was changed while it was being answered: run the command again")
+            if isinstance(line, BatchLine) and line.custom_id not in self.answered:
+                self._check_version()
+                yield line
+        self._check_version()
+
+    def _check_version(self) -> None:
+        if _version_of(self.path) != self.version:
+            raise RequestError(f"the batch file {self.path} was changed while it was being answered: run the command again")
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    """Return size and time of the last change of a file; zeros if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
@@ -139,7 +152,7 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
         RequestError: it cannot be read, or two lines have the same custom_id.
         ConfigError: `finished` is another batch's.
     """
-    numbers: dict[str, int] = {}
+    version, numbers = _version_of(path), dict[str, int]()
     twice: list[str] = []
     bad = list[BadLine]()
     unmatched = dict(finished.ids)
@@ -160,4 +173,4 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
     if unmatched:
         name = next(iter(unmatched))
         raise ConfigError(f"the output holds an answer to {name!r}, which is no request of {path}: give another output file")
-    return Plan(path, max_line_bytes, frozenset(finished.ids), len(numbers), bad)
+    return Plan(path, version, max_line_bytes, frozenset(finished.ids), len(numbers), bad)
