@@ -16,12 +16,12 @@ from paceline.runtimes.logits_summary import RowSampling
 from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 from paceline.runtimes.native.records import PHASES, LinearOperation, Packing, RowSelection
 from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
 
-Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
+Build = Callable[[NativeOps, list[Value]], Sequence[Value]]
 BUILT = [level for level in library.supported_levels() if library.library_path(level).is_file()]
 
 
@@ -83,7 +83,7 @@ class Network:
             if level is not None:
                 patch.setattr(packed_weights, "kernels", lambda: open_kernels(level))
             weights = NativeWeights(Weights(tensors or {}), round_to, packed={} if packed else None)
-            self._blocks = NativeBlocks(config, weights, supports_adapters=adapters is not None)
+            self._blocks = NativeOps(config, weights, supports_adapters=adapters is not None)
             self._inputs = [self._blocks.new_value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
         widths = [value.width for value in self._blocks.values]

@@ -110,7 +110,7 @@ CHANGES: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
-def test_family_logits_change_if_a_part_is_left_out(references: References, case: str, change: Change) -> None:
+def test_family_logits_change_if_a_setting_is_changed(references: References, case: str, change: Change) -> None:
     check_change_matters(references(case), change, MAX_MODEL_LEN.get(case))
 
 

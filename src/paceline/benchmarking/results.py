@@ -102,7 +102,7 @@ def make_cells(measured: Measurements, seed: int = 0) -> list[Cell]:
 
 
 def summaries(cells: Sequence[Cell], modes: Iterable[Mode]) -> list[Summary]:
-    """Return a summary for each mode but our plain one, at each temperature."""
+    """Return a summary for each mode except paceline's plain one, at each temperature."""
     found = []
     for temperature in dict.fromkeys(cell.temperature for cell in cells):
         for mode in modes:

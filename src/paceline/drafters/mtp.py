@@ -38,7 +38,7 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, add_norm_offset, take_rows
-from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.decoder import LOGITS, NetworkDefinition, Ops, Value, decoder_layer
 from paceline.runtimes.load import HeadPlacement, load_head
 
 
@@ -328,17 +328,17 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
         is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
     """
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
         size = config.target_hidden_size
-        embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
-        feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
+        embedding = ops.rms_norm(ops.input(EMBEDDING, size), "embedding_norm")
+        feature = ops.rms_norm(ops.input(FEATURE, size), "feature_norm")
         pair = (feature, embedding) if is_feature_first else (embedding, feature)
-        (mixed,) = blocks.linear(blocks.concat(*pair), "fc")
-        x = decoder_layer(blocks, config.layers.layers[0], mixed, 0)
-        out = blocks.rms_norm(x, "final_norm")
-        logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
+        (mixed,) = ops.linear(ops.concat(*pair), "fc")
+        x = decoder_layer(ops, config.layers.layers[0], mixed, 0)
+        out = ops.rms_norm(x, "final_norm")
+        logits = ops.lm_head(ops.logits_rows(out), "lm_head")
         if soft_cap is not None:
-            logits = blocks.soft_cap(logits, soft_cap)
+            logits = ops.soft_cap(logits, soft_cap)
         return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
     return compose

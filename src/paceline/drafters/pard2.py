@@ -20,7 +20,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.tensor_file import read_tensors
 from paceline.models.weights import Weights
-from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.decoder import LOGITS, NetworkDefinition, Ops, Value, decoder_layer
 from paceline.runtimes.load import HeadPlacement, default_kv_cache_dtype, load_head
 from paceline.small_files import is_file
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -145,15 +145,15 @@ def check_tokenizer(path: Path, found: VocabularyComparison) -> None:
 def pard2_network(config: Pard2Config) -> NetworkDefinition:
     """Return the network of a PARD-2 draft model. Its inputs are `embedding`, and the chunks of the features by the names of `head.py`."""
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        x, layers = blocks.input(EMBEDDING, config.layers.hidden_size), config.layers
-        chunks = [blocks.input(name, config.target_hidden_size) for name in config.feature_inputs]
-        (projected,) = blocks.linear(blocks.concat(*(chunks[chunk] for chunk in config.chunk_order)), "target_proj")
-        x = blocks.add(x, blocks.scale(projected, config.scale))
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+        x, layers = ops.input(EMBEDDING, config.layers.hidden_size), config.layers
+        chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
+        (projected,) = ops.linear(ops.concat(*(chunks[chunk] for chunk in config.chunk_order)), "target_proj")
+        x = ops.add(x, ops.scale(projected, config.scale))
         for index, layer in enumerate(layers.layers):
-            x = decoder_layer(blocks, layer, x, index)
-        hidden = blocks.rms_norm(x, "final_norm")
-        logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if layers.tied_embeddings else "lm_head")
+            x = decoder_layer(ops, layer, x, index)
+        hidden = ops.rms_norm(x, "final_norm")
+        logits = ops.lm_head(ops.logits_rows(hidden), "embedding" if layers.tied_embeddings else "lm_head")
         return {FEATURE: hidden, LOGITS: logits}
 
     return compose

@@ -181,7 +181,7 @@ class _CacheBytes:
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
     def max_blocks_bound(self, num_bytes: int, wanted: int) -> int:
-        """Return an upper bound for the blocks that fit; `wanted` if all layers have windows, because then any number may fit."""
+        """Return an upper bound for the blocks that fit, at least `wanted`; `wanted` itself if all layers have windows."""
         bytes_per_block = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(wanted, num_bytes // bytes_per_block) if bytes_per_block else wanted
 

@@ -46,20 +46,20 @@ class SpeculationOptions:
             raise RequestError(f"{name} is {limit!r}: {text}", parameter=name)
 
     @classmethod
-    def parse(cls, given: "SpeculationOptions | Mapping[str, object] | None") -> "SpeculationOptions":
+    def parse(cls, options: "SpeculationOptions | Mapping[str, object] | None") -> "SpeculationOptions":
         """Convert a mapping to options; return options unchanged. None = the defaults.
 
         Raises:
-            RequestError: `given` has another type, or a key is unknown.
+            RequestError: `options` has another type, or a key is unknown.
         """
-        if given is None:
+        if options is None:
             return cls()
-        if isinstance(given, cls):
-            return given
+        if isinstance(options, cls):
+            return options
         names = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise RequestError(f"speculation is {given!r}: give a mapping with {', '.join(names)}", parameter="speculation")
-        return cls(**given)  # type: ignore[arg-type]  # checked there
+        if not isinstance(options, Mapping) or not set(options) <= set(names):
+            raise RequestError(f"speculation is {options!r}: give a mapping with {', '.join(names)}", parameter="speculation")
+        return cls(**options)  # type: ignore[arg-type]  # checked there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     SIGMOID = "sigmoid"
     RELU = "relu"
-    XIELU = "xielu"  # with the learned `XIELU_PARAMETERS`, see `Blocks.xielu`
+    XIELU = "xielu"  # with the learned `XIELU_PARAMETERS`, see `Ops.xielu`
     NONE = "none"  # the identity function
 
 

@@ -142,7 +142,7 @@ REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 
 
 def check_parser_names(tool_call_parser: str, reasoning_parser: str) -> tuple[str, str]:
-    """Return the names in the tables of two parsers, "auto" and "none" included.
+    """Check the names of two parsers and return them, a synonym as the name it stands for.
 
     Raises:
         ConfigError: there is no such parser.

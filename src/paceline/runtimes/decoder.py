@@ -1,6 +1,6 @@
-"""Networks as functions that are written once for all runtimes, layer by layer, in terms of `Blocks`.
+"""Networks as functions that are written once for all runtimes, layer by layer, in terms of `Ops`.
 
-Each runtime implements `Blocks`. The torch runtime computes tensors; the native runtime records operations, which the kernels run later.
+Each runtime implements `Ops`. The torch runtime computes tensors; the native runtime records operations, which the kernels run later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ BLOCK_MAX = "block_max"
 """Name of a result that the native runtime adds: the maximum of each block of a row of logits."""
 
 
-class Blocks(Protocol[Value]):
+class Ops(Protocol[Value]):
     """The functions that networks are composed of. Names are those of weights in `models/tensor_names.py`, without `.weight`.
 
     x, y and results are rows [T, width]. Rows of heads have the width num_heads * D.
@@ -215,149 +215,149 @@ class Blocks(Protocol[Value]):
 
 
 class NetworkDefinition(Protocol):
-    """A function that defines a network: it calls `blocks`, a runtime's implementation, and returns the results by name.
+    """A function that defines a network: it calls `ops`, a runtime's implementation, and returns the results by name.
 
-    A result is [T, width] for the T rows of the pass, or [R, width] if it was computed from `Blocks.logits_rows`.
+    A result is [T, width] for the T rows of the pass, or [R, width] if it was computed from `Ops.logits_rows`.
     """
 
-    def __call__(self, blocks: Blocks[Value]) -> Mapping[str, Value]: ...
+    def __call__(self, ops: Ops[Value]) -> Mapping[str, Value]: ...
 
 
-def attention_block(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
+def attention_block(ops: Ops[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
     """Return the attention output for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
     if attention.latent is not None:
-        return _latent_attention_block(blocks, attention, attention.latent, x, layer)
+        return _latent_attention_block(ops, attention, attention.latent, x, layer)
 
     def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
         if attention.qk_norm in (QKNorm.HEAD, QKNorm.UNWEIGHTED_HEAD):
-            x = blocks.head_norm(x, prefix + name if attention.qk_norm is QKNorm.HEAD else None, num_heads)
+            x = ops.head_norm(x, prefix + name if attention.qk_norm is QKNorm.HEAD else None, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
-            x = blocks.rms_norm(x, prefix + name)
-        x = blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
-        return blocks.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
+            x = ops.rms_norm(x, prefix + name)
+        x = ops.rope(x, num_heads, rope) if attention.has_rope_embedding else x
+        return ops.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
 
     names, is_gated = ["q_proj"], attention.gate is not AttentionGate.NONE
     if attention.kv_layer is None:
         names += ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
-    q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if is_gated else []))
+    q, *kv = ops.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if is_gated else []))
     gate = kv.pop() if is_gated else None
     q = normed_and_rotated(q, "q_norm", attention.num_heads, attention.rope)
     if not kv:
-        attended = blocks.attention(q, None, attention, layer)
+        attended = ops.attention(q, None, attention, layer)
     else:
         k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
         if attention.has_value_norm:
-            v = blocks.head_norm(v, None, attention.num_kv_heads)
-        attended = blocks.attention(q, (k, _scaled(blocks, v, attention.value_scale)), attention, layer)
+            v = ops.head_norm(v, None, attention.num_kv_heads)
+        attended = ops.attention(q, (k, _scaled(ops, v, attention.value_scale)), attention, layer)
     if gate is not None:
-        attended = blocks.gated(gate, attended, Activation.SIGMOID)
-    return blocks.linear(attended, prefix + "o_proj")[0]
+        attended = ops.gated(gate, attended, Activation.SIGMOID)
+    return ops.linear(attended, prefix + "o_proj")[0]
 
 
-def _scaled(blocks: Blocks[Value], x: Value, factor: float) -> Value:
+def _scaled(ops: Ops[Value], x: Value, factor: float) -> Value:
     """Return x * factor, without an operation if the factor is 1."""
-    return x if factor == 1.0 else blocks.scale(x, factor)
+    return x if factor == 1.0 else ops.scale(x, factor)
 
 
-def _latent_attention_block(blocks: Blocks[Value], attention: AttentionConfig, latent: LatentProjections, x: Value, layer: int) -> Value:
+def _latent_attention_block(ops: Ops[Value], attention: AttentionConfig, latent: LatentProjections, x: Value, layer: int) -> Value:
     """Return the output of multi-head latent attention for rows x. Source: DeepSeek-V2 (2024), section 2.1."""
     prefix, heads = f"layers.{layer}.", attention.num_heads
     names = [prefix + name for name in ("q_proj", "q_rope_proj")]
     inputs = [prefix + "q_a_proj"] if latent.query_rank else names
-    *queries, compressed, k_rope = blocks.linear(x, *inputs, prefix + "kv_a_proj", prefix + "k_rope_proj")
+    *queries, compressed, k_rope = ops.linear(x, *inputs, prefix + "kv_a_proj", prefix + "k_rope_proj")
     if latent.query_rank:
-        queries = [*blocks.linear(blocks.rms_norm(queries[0], prefix + "q_a_norm", latent.norm_eps), *names)]
-    q = blocks.head_products(queries[0], prefix + "k_up", heads, blocks.rope(queries[1], heads, attention.rope))
-    k = blocks.concat(blocks.rms_norm(compressed, prefix + "kv_a_norm", latent.norm_eps), blocks.rope(k_rope, 1, attention.key_rope))
-    attended = blocks.attention(q, (k, k), attention, layer)
-    return blocks.linear(blocks.head_products(attended, prefix + "v_up", heads), prefix + "o_proj")[0]
+        queries = [*ops.linear(ops.rms_norm(queries[0], prefix + "q_a_norm", latent.norm_eps), *names)]
+    q = ops.head_products(queries[0], prefix + "k_up", heads, ops.rope(queries[1], heads, attention.rope))
+    k = ops.concat(ops.rms_norm(compressed, prefix + "kv_a_norm", latent.norm_eps), ops.rope(k_rope, 1, attention.key_rope))
+    attended = ops.attention(q, (k, k), attention, layer)
+    return ops.linear(ops.head_products(attended, prefix + "v_up", heads), prefix + "o_proj")[0]
 
 
-def recurrent_block(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
+def recurrent_block(ops: Ops[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
     """Return the output of a recurrent mixer for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
 
     def projected(*names: str) -> tuple[Value, ...]:
-        return blocks.linear(x, *(prefix + name for name in names))
+        return ops.linear(x, *(prefix + name for name in names))
 
     if isinstance(mixer, ShortConvConfig):
         taken, b, c = projected("conv_proj", "b_proj", "c_proj")
-        mixed = blocks.convolution(blocks.gated(b, taken, Activation.NONE), mixer, layer)
-        mixed = blocks.gated(c, mixed, Activation.NONE)
+        mixed = ops.convolution(ops.gated(b, taken, Activation.NONE), mixer, layer)
+        mixed = ops.gated(c, mixed, Activation.NONE)
     elif isinstance(mixer, GatedDeltaConfig):
         names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_projections else ("conv_proj",)
         *parts, z, b, a = projected(*names, "z_proj", "b_proj", "a_proj")
-        mixed = blocks.delta_rule(blocks.convolution(blocks.concat(*parts), mixer, layer), b, a, mixer, layer)
-        normed = blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
-        mixed = blocks.gated(z, normed, Activation.SILU)
+        mixed = ops.delta_rule(ops.convolution(ops.concat(*parts), mixer, layer), b, a, mixer, layer)
+        normed = ops.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
+        mixed = ops.gated(z, normed, Activation.SILU)
     else:
         taken, z, dt = projected("conv_proj", "z_proj", "dt_proj")
-        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), _scaled(blocks, dt, mixer.dt_scale), mixer, layer)
+        mixed = ops.mamba2(ops.convolution(taken, mixer, layer), _scaled(ops, dt, mixer.dt_scale), mixer, layer)
         if mixer.norm is GatedNorm.BEFORE_GATE:
-            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
-        mixed = blocks.gated(_scaled(blocks, z, mixer.gate_scale), mixed, Activation.SILU)
+            mixed = ops.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        mixed = ops.gated(_scaled(ops, z, mixer.gate_scale), mixed, Activation.SILU)
         if mixer.norm is GatedNorm.AFTER_GATE:
-            mixed = blocks.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
-        return _scaled(blocks, blocks.linear(mixed, prefix + "out_proj")[0], mixer.output_scale)
-    return blocks.linear(mixed, prefix + "out_proj")[0]
+            mixed = ops.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
+        return _scaled(ops, ops.linear(mixed, prefix + "out_proj")[0], mixer.output_scale)
+    return ops.linear(mixed, prefix + "out_proj")[0]
 
 
-def token_mixer(blocks: Blocks[Value], mixers: Sequence[AttentionConfig | Recurrent], x: Value, layer: int) -> Value:
+def token_mixer(ops: Ops[Value], mixers: Sequence[AttentionConfig | Recurrent], x: Value, layer: int) -> Value:
     """Return the sum of the outputs of a layer's token mixers, attention or recurrent, for rows x."""
     outputs = [
-        attention_block(blocks, mixer, x, layer) if isinstance(mixer, AttentionConfig) else recurrent_block(blocks, mixer, x, layer)
+        attention_block(ops, mixer, x, layer) if isinstance(mixer, AttentionConfig) else recurrent_block(ops, mixer, x, layer)
         for mixer in mixers
     ]
-    return reduce(blocks.add, outputs)
+    return reduce(ops.add, outputs)
 
 
-def mlp_block(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
+def mlp_block(ops: Ops[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
     """Return the output of the MLP or the mixture of experts for rows x = norm(stream). `stream`: the residual stream."""
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
-        return _dense_mlp(blocks, mlp, x, prefix)
+        return _dense_mlp(ops, mlp, x, prefix)
     if mlp.has_own_norms and mlp.shared is not None:
-        return blocks.add(
-            blocks.rms_norm(_dense_mlp(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
-            blocks.rms_norm(_experts_with_norms(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
+        return ops.add(
+            ops.rms_norm(_dense_mlp(ops, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
+            ops.rms_norm(_experts_with_norms(ops, mlp, stream, prefix), prefix + "experts_output_norm"),
         )
-    taken = blocks.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
-    mixed = blocks.experts(taken, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    taken = ops.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
+    mixed = ops.experts(taken, ops.linear(x, prefix + "router")[0], mlp, prefix)
     if mlp.latent_size:
-        (mixed,) = blocks.linear(mixed, prefix + "latent_output")
+        (mixed,) = ops.linear(mixed, prefix + "latent_output")
     if mlp.shared is None:
         return mixed
-    shared = _dense_mlp(blocks, mlp.shared, x, prefix + "shared_expert.")
+    shared = _dense_mlp(ops, mlp.shared, x, prefix + "shared_expert.")
     if mlp.has_shared_gate:
-        shared = blocks.gated(blocks.linear(x, prefix + "shared_gate")[0], shared, Activation.SIGMOID)
-    return blocks.add(mixed, shared)
+        shared = ops.gated(ops.linear(x, prefix + "shared_gate")[0], shared, Activation.SIGMOID)
+    return ops.add(mixed, shared)
 
 
-def _experts_with_norms(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
+def _experts_with_norms(ops: Ops[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
     """Return the output of a mixture of experts with norms of its own. Source: Gemma 4's model in transformers 5.23."""
-    scaled = blocks.scale(blocks.rms_norm(stream, prefix + "router_norm"), mlp.router_scale)
-    return blocks.experts(blocks.rms_norm(stream, prefix + "experts_norm"), blocks.linear(scaled, prefix + "router")[0], mlp, prefix)
+    scaled = ops.scale(ops.rms_norm(stream, prefix + "router_norm"), mlp.router_scale)
+    return ops.experts(ops.rms_norm(stream, prefix + "experts_norm"), ops.linear(scaled, prefix + "router")[0], mlp, prefix)
 
 
-def _dense_mlp(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
-    *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
+def _dense_mlp(ops: Ops[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
+    *gates, up = ops.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
     if mlp.activation is Activation.XIELU:
-        return blocks.linear(blocks.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
+        return ops.linear(ops.xielu(up, prefix + "activation"), prefix + "down_proj")[0]
     if not gates and mlp.activation is Activation.GELU_TANH:
-        return blocks.linear(blocks.activated(up, mlp.activation), prefix + "down_proj")[0]
-    gate = _scaled(blocks, gates[0] if gates else up, mlp.gate_scale)
-    gate = gate if mlp.top_k_factor is None else blocks.gaussian_top_k(gate, mlp.top_k_factor)
-    return _scaled(blocks, blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
+        return ops.linear(ops.activated(up, mlp.activation), prefix + "down_proj")[0]
+    gate = _scaled(ops, gates[0] if gates else up, mlp.gate_scale)
+    gate = gate if mlp.top_k_factor is None else ops.gaussian_top_k(gate, mlp.top_k_factor)
+    return _scaled(ops, ops.linear(ops.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
 
 
-def stream_norm(blocks: Blocks[Value], config: LayerConfig, x: Value, name: str, epsilon: float | None = None) -> Value:
+def stream_norm(ops: Ops[Value], config: LayerConfig, x: Value, name: str, epsilon: float | None = None) -> Value:
     """Return the norm of rows of the residual stream, or of what is added to it: a layer norm or an RMS norm with this epsilon."""
-    return blocks.layer_norm(x, name) if config.has_layer_norm else blocks.rms_norm(x, name, epsilon)
+    return ops.layer_norm(x, name) if config.has_layer_norm else ops.rms_norm(x, name, epsilon)
 
 
 def decoder_layer(
-    blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, layer_input: Value | None = None
+    ops: Ops[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, layer_input: Value | None = None
 ) -> Value:
     """Return the residual stream after one layer: token mixer, then MLP. The output of each is added to the stream x [T, E].
 
@@ -369,97 +369,97 @@ def decoder_layer(
     prefix, order = f"layers.{layer}.", config.norm_order
 
     def input_norm(x: Value, name: str) -> Value:
-        return stream_norm(blocks, config, x, prefix + name) if order.has_input_norm else x
+        return stream_norm(ops, config, x, prefix + name) if order.has_input_norm else x
 
     def output_norm(x: Value, name: str) -> Value:
-        x = stream_norm(blocks, config, x, prefix + name, config.output_norm_eps) if order.has_output_norm else x
-        return _scaled(blocks, x, config.residual_scale)
+        x = stream_norm(ops, config, x, prefix + name, config.output_norm_eps) if order.has_output_norm else x
+        return _scaled(ops, x, config.residual_scale)
 
     def with_convolutions(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
         if config.convolution is None:
             return compute(x)
-        (added,) = blocks.linear(x, f"{prefix}{name}_kernels")
-        out = compute(blocks.block_convolution(x, added, config.convolution, f"{prefix}{name}_base", 0))
-        return blocks.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
+        (added,) = ops.linear(x, f"{prefix}{name}_kernels")
+        out = compute(ops.block_convolution(x, added, config.convolution, f"{prefix}{name}_base", 0))
+        return ops.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
 
     mixers, mlp = config.mixers, config.mlp
     if mixers:
         normed = input_norm(x, "attention_norm") if normed is None else normed
-        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(blocks, mixers, n, layer))
-        x = blocks.add(x, output_norm(mixed, "attention_output_norm"))
-        x = blocks.scale(blocks.add(x, _laurel(blocks, normed, prefix)), 0.5**0.5) if config.laurel_rank else x
+        mixed = with_convolutions(normed, "attention_convolution", lambda n: token_mixer(ops, mixers, n, layer))
+        x = ops.add(x, output_norm(mixed, "attention_output_norm"))
+        x = ops.scale(ops.add(x, _laurel(ops, normed, prefix)), 0.5**0.5) if config.laurel_rank else x
     if mlp is not None:
         stream = x
         mlp_input = normed if order is NormOrder.PARALLEL and normed is not None else input_norm(x, "mlp_norm")
-        mixed = with_convolutions(mlp_input, "mlp_convolution", lambda n: mlp_block(blocks, mlp, n, layer, stream))
-        x = blocks.add(x, output_norm(mixed, "mlp_output_norm"))
+        mixed = with_convolutions(mlp_input, "mlp_convolution", lambda n: mlp_block(ops, mlp, n, layer, stream))
+        x = ops.add(x, output_norm(mixed, "mlp_output_norm"))
     if config.per_layer_input is not None and layer_input is not None:
-        x = blocks.add(x, _per_layer_output(blocks, config.per_layer_input, x, layer_input, prefix))
-    return blocks.scale_by(x, prefix + "output_scale") if config.has_output_scale else x
+        x = ops.add(x, _per_layer_output(ops, config.per_layer_input, x, layer_input, prefix))
+    return ops.scale_by(x, prefix + "output_scale") if config.has_output_scale else x
 
 
-def _per_layer_output(blocks: Blocks[Value], config: PerLayerInput, x: Value, layer_input: Value, prefix: str) -> Value:
+def _per_layer_output(ops: Ops[Value], config: PerLayerInput, x: Value, layer_input: Value, prefix: str) -> Value:
     """Return what a layer adds to the residual stream for its per-layer input, gated by x."""
-    (gate,) = blocks.linear(x, prefix + "input_gate")
-    (added,) = blocks.linear(blocks.gated(gate, layer_input, config.activation), prefix + "input_proj")
-    return blocks.rms_norm(added, prefix + "input_norm")
+    (gate,) = ops.linear(x, prefix + "input_gate")
+    (added,) = ops.linear(ops.gated(gate, layer_input, config.activation), prefix + "input_proj")
+    return ops.rms_norm(added, prefix + "input_norm")
 
 
-def _laurel(blocks: Blocks[Value], x: Value, prefix: str) -> Value:
+def _laurel(ops: Ops[Value], x: Value, prefix: str) -> Value:
     """Return the learned augmented residual x + norm(right(left(x)))."""
-    (low_rank,) = blocks.linear(x, prefix + "laurel_left")
-    return blocks.add(x, blocks.rms_norm(blocks.linear(low_rank, prefix + "laurel_right")[0], prefix + "laurel_norm"))
+    (low_rank,) = ops.linear(x, prefix + "laurel_left")
+    return ops.add(x, ops.rms_norm(ops.linear(low_rank, prefix + "laurel_right")[0], prefix + "laurel_norm"))
 
 
-def altup_layer(blocks: Blocks[Value], config: LayerConfig, altup: AltUp, streams: Value, layer: int, layer_input: Value | None) -> Value:
+def altup_layer(ops: Ops[Value], config: LayerConfig, altup: AltUp, streams: Value, layer: int, layer_input: Value | None) -> Value:
     """Return the streams [T, num_streams * E] after one layer with alternating updates, see `AltUp`. Arguments as in `decoder_layer`."""
     prefix, count = f"layers.{layer}.", altup.num_streams
 
     def coefficients(x: Value, name: str) -> Value:
-        scaled = blocks.scale(blocks.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.width)
-        (routed,) = blocks.linear(scaled, prefix + "altup_router")
-        return blocks.linear(blocks.soft_cap(routed, 1.0), prefix + name)[0]  # a soft cap of 1 is tanh
+        scaled = ops.scale(ops.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.width)
+        (routed,) = ops.linear(scaled, prefix + "altup_router")
+        return ops.linear(ops.soft_cap(routed, 1.0), prefix + name)[0]  # a soft cap of 1 is tanh
 
-    predictions = blocks.mix(streams, streams, coefficients(active_stream(blocks, altup, streams), "altup_predict"), count)
-    active = active_stream(blocks, altup, predictions)
-    activated = decoder_layer(blocks, config, active, layer)
-    innovation = blocks.mix(activated, active, None, 1, offset=-1.0)  # activated - active
-    corrected = blocks.mix(predictions, innovation, coefficients(activated, "altup_correct"), count, offset=1.0)
+    predictions = ops.mix(streams, streams, coefficients(active_stream(ops, altup, streams), "altup_predict"), count)
+    active = active_stream(ops, altup, predictions)
+    activated = decoder_layer(ops, config, active, layer)
+    innovation = ops.mix(activated, active, None, 1, offset=-1.0)  # activated - active
+    corrected = ops.mix(predictions, innovation, coefficients(activated, "altup_correct"), count, offset=1.0)
     if config.per_layer_input is None or layer_input is None:
         return corrected
-    x = active_stream(blocks, altup, corrected)
-    x = blocks.scale_columns(x, prefix + "altup_output_scale") if altup.has_output_scale else x
-    added = _per_layer_output(blocks, config.per_layer_input, x, layer_input, prefix)
-    return blocks.mix(corrected, added, None, count, offset=1.0, first=1)
+    x = active_stream(ops, altup, corrected)
+    x = ops.scale_columns(x, prefix + "altup_output_scale") if altup.has_output_scale else x
+    added = _per_layer_output(ops, config.per_layer_input, x, layer_input, prefix)
+    return ops.mix(corrected, added, None, count, offset=1.0, first=1)
 
 
-def active_stream(blocks: Blocks[Value], altup: AltUp, streams: Value) -> Value:
+def active_stream(ops: Ops[Value], altup: AltUp, streams: Value) -> Value:
     """Return the stream [T, E] that layers compute."""
-    return blocks.columns(streams, altup.active_index * altup.width, altup.width)
+    return ops.columns(streams, altup.active_index * altup.width, altup.width)
 
 
-def split_into_streams(blocks: Blocks[Value], altup: AltUp, x: Value) -> Value:
+def split_into_streams(ops: Ops[Value], altup: AltUp, x: Value) -> Value:
     """Return the streams before the first layer: x, and projections of x with the root mean square of x."""
-    projected = blocks.linear(x, *(f"altup_proj.{index}" for index in range(altup.num_streams - 1)))
-    return blocks.concat(x, *(blocks.match_rms(stream, x) for stream in projected))
+    projected = ops.linear(x, *(f"altup_proj.{index}" for index in range(altup.num_streams - 1)))
+    return ops.concat(x, *(ops.match_rms(stream, x) for stream in projected))
 
 
-def merge_streams(blocks: Blocks[Value], altup: AltUp, streams: Value) -> Value:
+def merge_streams(ops: Ops[Value], altup: AltUp, streams: Value) -> Value:
     """Return the mean of the first stream and of projections of the others with its root mean square."""
-    first, *others = (blocks.columns(streams, index * altup.width, altup.width) for index in range(altup.num_streams))
-    projected = (blocks.linear(stream, f"altup_unembed_proj.{index}")[0] for index, stream in enumerate(others))
-    matched = (blocks.match_rms(stream, first) for stream in projected)
-    return blocks.scale(reduce(blocks.add, matched, first), 1.0 / altup.num_streams)
+    first, *others = (ops.columns(streams, index * altup.width, altup.width) for index in range(altup.num_streams))
+    projected = (ops.linear(stream, f"altup_unembed_proj.{index}")[0] for index, stream in enumerate(others))
+    matched = (ops.match_rms(stream, first) for stream in projected)
+    return ops.scale(reduce(ops.add, matched, first), 1.0 / altup.num_streams)
 
 
-def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
+def per_layer_inputs(ops: Ops[Value], config: ModelConfig, x: Value) -> Value:
     """Return the additional inputs of all layers [T, L * size], computed from a table by token id and from the embedding x.
 
     Source: Gemma 4's model in transformers 5.23.
     """
-    (projected,) = blocks.linear(x, "layer_inputs_proj")
-    context = blocks.head_norm(blocks.scale(projected, float(config.hidden_size**-0.5)), "layer_inputs_norm", config.num_layers)
-    return blocks.scale(blocks.add(context, blocks.per_layer_embedding("layer_embedding")), 0.5**0.5)
+    (projected,) = ops.linear(x, "layer_inputs_proj")
+    context = ops.head_norm(ops.scale(projected, float(config.hidden_size**-0.5)), "layer_inputs_norm", config.num_layers)
+    return ops.scale(ops.add(context, ops.per_layer_embedding("layer_embedding")), 0.5**0.5)
 
 
 def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkDefinition:
@@ -475,27 +475,27 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> NetworkD
     if any(not 0 <= layer <= config.num_layers for layer in collect_layers):
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        embedded, size, altup = blocks.embedding("embedding"), config.per_layer_input_size, config.altup
-        embedded = blocks.head_norm(embedded, None, 1) if config.has_embedding_norm else embedded
-        inputs = per_layer_inputs(blocks, config, embedded) if size else None
-        boundaries = [embedded if altup is None else split_into_streams(blocks, altup, embedded)]
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+        embedded, size, altup = ops.embedding("embedding"), config.per_layer_input_size, config.altup
+        embedded = ops.head_norm(embedded, None, 1) if config.has_embedding_norm else embedded
+        inputs = per_layer_inputs(ops, config, embedded) if size else None
+        boundaries = [embedded if altup is None else split_into_streams(ops, altup, embedded)]
         for index, layer in enumerate(config.layers):
-            layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
+            layer_input = None if inputs is None else ops.columns(inputs, index * size, size)
             boundaries.append(
-                decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input)
+                decoder_layer(ops, layer, boundaries[-1], index, layer_input=layer_input)
                 if altup is None
-                else altup_layer(blocks, layer, altup, boundaries[-1], index, layer_input)
+                else altup_layer(ops, layer, altup, boundaries[-1], index, layer_input)
             )
-        last = boundaries[-1] if altup is None else merge_streams(blocks, altup, boundaries[-1])
-        hidden = stream_norm(blocks, config.layers[-1], last, "final_norm")
-        logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
-        logits = _scaled(blocks, logits, config.logit_scale)
+        last = boundaries[-1] if altup is None else merge_streams(ops, altup, boundaries[-1])
+        hidden = stream_norm(ops, config.layers[-1], last, "final_norm")
+        logits = ops.lm_head(ops.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
+        logits = _scaled(ops, logits, config.logit_scale)
         if config.logit_soft_cap is not None:
-            logits = blocks.soft_cap(logits, config.logit_soft_cap)
+            logits = ops.soft_cap(logits, config.logit_soft_cap)
         residuals = [boundaries[layer] for layer in collect_layers]
         if altup is not None:
-            residuals = [active_stream(blocks, altup, streams) for streams in residuals]
+            residuals = [active_stream(ops, altup, streams) for streams in residuals]
         collected = {f"{COLLECTED}.{place}": residual for place, residual in enumerate(residuals)}
         return {LOGITS: logits, HIDDEN_STATES: hidden, **collected}
 
@@ -507,10 +507,10 @@ def with_summaries(compose: NetworkDefinition, options: SummaryOptions | None) -
     if options is None:
         return compose
 
-    def compose_with_summaries(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        results = dict(compose(blocks))
+    def compose_with_summaries(ops: Ops[Value]) -> Mapping[str, Value]:
+        results = dict(compose(ops))
         for name in [name for name in results if name.split(".")[0] == LOGITS]:
-            results[SUMMARY + name.removeprefix(LOGITS)] = blocks.summarize(results[name], options)
+            results[SUMMARY + name.removeprefix(LOGITS)] = ops.summarize(results[name], options)
         return results
 
     return compose_with_summaries

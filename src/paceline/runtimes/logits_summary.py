@@ -47,7 +47,7 @@ class LogitsSummary(NamedTuple):
 
 
 def decode_summaries(records: NDArray[np.float32]) -> list[LogitsSummary]:
-    """Decode the result of `Blocks.summarize`.
+    """Decode the result of `Ops.summarize`.
 
     Args:
         records: [R, 2 + 2 * count] float32: `log_sum`, `sampled_id`, `scores`, `token_ids`. Ids are stored as the bits of int32 numbers.

@@ -28,7 +28,7 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(tags=["adapters"])
     if not pool.settings.adapter_loading:
         return router
-    service = pool.models[0].service  # the only one, which stays loaded
+    service = pool.models[0].service  # checked: one model, which stays loaded
     assert service is not None
 
     @router.post("/v1/load_lora_adapter")

@@ -72,8 +72,8 @@ class DraftTree:
             draft_probs: for each given node, the distribution from which its children were sampled; None = no children were sampled.
             confidences: confidence in given nodes 1 … n; None = unknown.
         """
-        node_of = [0]  # for each given node: the node that it is merged into, its first sibling with the same token
-        children: list[dict[int, int]] = [{}]  # for each given node: its children by token
+        node_of = [0]  # for each input node: the node that it is merged into, its first sibling with the same token
+        children: list[dict[int, int]] = [{}]  # for each input node: its children by token id
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
             if not 0 <= parent < index:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")

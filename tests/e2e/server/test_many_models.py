@@ -412,7 +412,7 @@ def test_ollama_durations_include_loading(names: list[str], slow: threading.Even
     asyncio.run(run())
 
 
-def test_facts_of_a_model_whose_files_vanished_name_the_reason(mini_dir: Path, tmp_path: Path) -> None:
+def test_info_on_a_model_whose_files_vanished_names_the_reason(mini_dir: Path, tmp_path: Path) -> None:
     async def run() -> None:
         models = write_two_models(mini_dir, tmp_path)
         async with serving(models) as (_, ask):

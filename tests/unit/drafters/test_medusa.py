@@ -22,7 +22,7 @@ from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions, decode_summaries
-from paceline.runtimes.torch.blocks import summarize_logits
+from paceline.runtimes.torch.ops import summarize_logits
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import CommittedRows, DraftBudget

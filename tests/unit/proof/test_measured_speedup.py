@@ -10,7 +10,7 @@ from paceline.prompt_file import PromptLine
 from paceline.proof.measured_speedup import COPYING, GIVEN_PROMPTS, NEW_PROSE, PromptError, _Texts, measure_speedups
 
 
-def test_speedup_compares_equal_sampled_texts(mini_dir: Path) -> None:
+def test_plain_and_drafted_samples_are_equal(mini_dir: Path) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
     with quick_profiles(), LLM(str(mini_dir), drafter="ngram", max_model_len=512) as llm:
         texts = _Texts.generate(llm, [(text, params, None) for text in ("The old", "In the spring", "A dog", "One", "Two", "Six")])

@@ -96,7 +96,6 @@ def test_long_name_that_is_nearly_suffixes_is_read_at_once() -> None:
     assert model_names(name, None)
 
 
-
 def test_cached_model_is_identified_by_its_hub_id(tmp_path: Path) -> None:
     path = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "0e9e39f2"
     path.mkdir(parents=True)

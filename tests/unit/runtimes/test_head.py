@@ -13,7 +13,7 @@ from paceline.models.layers import Activation, BlockConvolution
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, RowRange
-from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer
+from paceline.runtimes.decoder import Ops, Value, decoder, decoder_layer
 from paceline.runtimes.load import load_head
 from paceline.runtimes.logits_summary import SAMPLING_DTYPE, SummaryOptions
 from paceline.runtimes.native.library import kernels_path
@@ -25,22 +25,22 @@ WIDTH = CONFIG.hidden_size
 BACKENDS = ["native", "torch"]
 
 
-def network(blocks: Blocks[Value]) -> Mapping[str, Value]:
+def network(ops: Ops[Value]) -> Mapping[str, Value]:
     """Two inputs side by side, a product, a residual activation, a decoder layer, and a head over the selected rows."""
-    joined = blocks.concat(blocks.input("left", WIDTH), blocks.input("right", 20), blocks.input("left", WIDTH))
-    (mixed,) = blocks.linear(joined, "mix")
-    (pushed,) = blocks.linear(mixed, "push")
-    out = decoder_layer(blocks, CONFIG.layers[0], blocks.add(mixed, blocks.activated(pushed, Activation.SILU)), 0)
-    selected = blocks.logits_rows(out)
+    joined = ops.concat(ops.input("left", WIDTH), ops.input("right", 20), ops.input("left", WIDTH))
+    (mixed,) = ops.linear(joined, "mix")
+    (pushed,) = ops.linear(mixed, "push")
+    out = decoder_layer(ops, CONFIG.layers[0], ops.add(mixed, ops.activated(pushed, Activation.SILU)), 0)
+    selected = ops.logits_rows(out)
     return {
         "out": out,
-        "logits": blocks.lm_head(blocks.add(selected, blocks.activated(selected, Activation.SILU)), "lm_head"),
+        "logits": ops.lm_head(ops.add(selected, ops.activated(selected, Activation.SILU)), "lm_head"),
         "mixed": mixed,
     }
 
 
-def push(blocks: Blocks[Value]) -> Mapping[str, Value]:
-    return {"pushed": blocks.linear(blocks.input("right", WIDTH), "push")[0]}
+def push(ops: Ops[Value]) -> Mapping[str, Value]:
+    return {"pushed": ops.linear(ops.input("right", WIDTH), "push")[0]}
 
 
 def weights(seed: int = 0) -> Weights:
@@ -190,9 +190,9 @@ def test_block_convolution_does_not_mix_rows_of_two_ranges(width: int, group: in
     convolution, random = BlockConvolution(kernel_size=size, group_size=group), np.random.default_rng(3)
     groups, base = width // group, random.normal(size=(2, size, width)).astype(np.float32)
 
-    def convolve(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        x, added = blocks.input("x", width), blocks.input("added", 2 * size * groups)
-        return {f"side {side}": blocks.block_convolution(x, added, convolution, "base", side) for side in (0, 1)}
+    def convolve(ops: Ops[Value]) -> Mapping[str, Value]:
+        x, added = ops.input("x", width), ops.input("added", 2 * size * groups)
+        return {f"side {side}": ops.block_convolution(x, added, convolution, "base", side) for side in (0, 1)}
 
     held = Weights({"base.weight": plain_tensor(base.reshape(-1))})
     head = load_head(convolve, CONFIG, held, num_threads=3, max_model_len=64, backend=backend)

@@ -13,7 +13,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
@@ -30,8 +30,8 @@ def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], *, biases:
     return NetworkAdapter(products, {name: normal(random, OUTPUTS[name]) for name in biases}, {})
 
 
-def build(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
-    return blocks.linear(inputs[0], *OUTPUTS)
+def build(ops: NativeOps, inputs: list[Value]) -> Sequence[Value]:
+    return ops.linear(inputs[0], *OUTPUTS)
 
 
 def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, NetworkAdapter], **options: object) -> Network:
@@ -126,8 +126,8 @@ def test_adapter_lm_head_replaces_that_of_the_model(seed: int) -> None:
     head, saved = normal(random, 70, COLUMNS), normal(random, 70, COLUMNS)
     adapters = {1: NativeAdapter(NetworkAdapter({}, {}, {"lm_head": saved})), 2: NativeAdapter(NetworkAdapter({}, {}, {}))}
 
-    def logits(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
-        return [blocks.lm_head(blocks.logits_rows(inputs[0]), "embedding")]
+    def logits(ops: NativeOps, inputs: list[Value]) -> Sequence[Value]:
+        return [ops.lm_head(ops.logits_rows(inputs[0]), "embedding")]
 
     network = Network([COLUMNS], logits, tensors={"embedding.weight": plain_tensor(head)}, adapters=adapters)
     x, table = normal(random, 6, COLUMNS), np.arange(4, dtype=np.int32)

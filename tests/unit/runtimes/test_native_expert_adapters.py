@@ -15,7 +15,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 from paceline.runtimes.native.records import PHASES, ExpertsOperation
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
@@ -68,8 +68,8 @@ def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     }
 
 
-def build(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
-    return [blocks.experts(*inputs, MLP, "")]
+def build(ops: NativeOps, inputs: list[Value]) -> Sequence[Value]:
+    return [ops.experts(*inputs, MLP, "")]
 
 
 def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, NetworkAdapter] | None, **options: Any) -> Network:

@@ -13,7 +13,7 @@ from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, ExpertRou
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 from paceline.runtimes.native.records import ExpertsOperation
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
@@ -49,9 +49,9 @@ def make_weights(kind: str, mlp: ExpertMLP, seed: int) -> dict[str, AnyTensor]:
 
 
 def network(kind: str, mlp: ExpertMLP, tensors: dict[str, AnyTensor], **options: Any) -> Network:
-    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
+    def build(ops: NativeOps, inputs: list[Value]) -> list[Value]:
         x, logits = inputs
-        return [blocks.experts(x, logits, mlp, "")]
+        return [ops.experts(x, logits, mlp, "")]
 
     round_to = WeightType.BF16 if kind == "bf16" else WeightType.F32
     packed = kind in ("int4", "int8", "mxfp4") and options.pop("packed", True)

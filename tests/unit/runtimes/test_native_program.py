@@ -12,7 +12,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray, RowRange
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 from paceline.runtimes.native.records import AttentionOperation, RopeOperation, SummarizeOperation
 from paceline.runtimes.native.rotary import RotaryTables
 
@@ -59,14 +59,14 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {f"{name}.weight": plain_tensor(random.normal(0, 0.3, shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
-def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
+def build(ops: NativeOps, inputs: list[Value]) -> list[Value]:
     """Layers of attention alone, each added to the stream."""
     (x,) = inputs
     for number, layer in enumerate(LAYERS):
-        q, k, v = blocks.linear(x, f"{number}.q", f"{number}.k", f"{number}.v")
+        q, k, v = ops.linear(x, f"{number}.q", f"{number}.k", f"{number}.v")
         size, half = layer.head_size, layer.rotary_half
         turned = [
-            blocks._append(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, table=layer.table), value)
+            ops._append(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, table=layer.table), value)
             for value, heads in ((q, layer.heads), (k, layer.kv_heads))
         ]
         attention = AttentionOperation(
@@ -74,7 +74,7 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
             layer=number, tables=0, window=layer.window, is_causal=0, latent_size=0, scale=layer.scale, soft_cap=layer.soft_cap,
                 sinks=None,
         )  # fmt: skip
-        x = blocks.add(x, *blocks.linear(blocks._append(attention, q), f"{number}.o"))
+        x = ops.add(x, *ops.linear(ops._append(attention, q), f"{number}.o"))
     return [x]
 
 

@@ -10,7 +10,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import FloatArray, RowRange
-from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.native.program import NativeOps, Value
 
 pytestmark = pytest.mark.parametrize("level", BUILT)
 WIDTHS = [1, 15, 16, 33, 64, 200, 4100]  # the last one is shared out in pieces
@@ -23,7 +23,7 @@ def values(rows: int, width: int, seed: int, scale: float = 3.0) -> FloatArray:
 
 
 def gate_of(activation: Activation, level: str, width: int) -> Callable[[FloatArray, FloatArray], FloatArray]:
-    run = Network([width, width], lambda blocks, inputs: [blocks.gated(*inputs, activation)], level=level)
+    run = Network([width, width], lambda ops, inputs: [ops.gated(*inputs, activation)], level=level)
     return lambda x, up: run(x, up)[0]
 
 
@@ -52,7 +52,7 @@ def test_native_gated_activation_equals_its_definition(activation: Activation, w
 @pytest.mark.parametrize("activation", GATES)
 def test_native_activation_without_gate_equals_a_product_with_ones(activation: Activation, level: str, seed: int) -> None:
     x = values(3, 50, seed)
-    (found,) = Network([50], lambda blocks, inputs: [blocks.activated(inputs[0], activation)], level=level)(x)
+    (found,) = Network([50], lambda ops, inputs: [ops.activated(inputs[0], activation)], level=level)(x)
     assert np.array_equal(found, gate_of(activation, level, 50)(x, np.ones_like(x)))
 
 
@@ -67,7 +67,7 @@ def test_native_gated_activation_is_right_at_the_range_of_exp(activation: Activa
 @pytest.mark.parametrize(("heads", "size"), [(1, 33), (3, 5), (4, 16), (5, 24), (33, 128)])
 def test_native_gate_of_a_group_applies_to_all_its_columns(heads: int, size: int, level: str, seed: int) -> None:
     gate, up = values(3, heads, seed), values(3, heads * size, seed + 1)
-    run = Network([heads, heads * size], lambda blocks, inputs: [blocks.gated(*inputs, Activation.SIGMOID)], level=level)
+    run = Network([heads, heads * size], lambda ops, inputs: [ops.gated(*inputs, Activation.SIGMOID)], level=level)
     whole = gate_of(Activation.SIGMOID, level, heads * size)(gate.repeat(size, axis=1), up)
     assert np.array_equal(run(gate, up)[0], whole)
 
@@ -77,7 +77,7 @@ def test_native_xielu_equals_its_definition(width: int, level: str, seed: int) -
     x, given = values(3, width, seed), {"alpha_p": 0.4, "alpha_n": -0.7, "beta": 0.6, "eps": -1e-6}
     x[0, 0] = 0.0
     tensors = {f"a.{name}": plain_tensor(np.array([value], np.float32)) for name, value in given.items()}
-    (found,) = Network([width], lambda blocks, inputs: [blocks.xielu(inputs[0], "a")], tensors=tensors, level=level)(x)
+    (found,) = Network([width], lambda ops, inputs: [ops.xielu(inputs[0], "a")], tensors=tensors, level=level)(x)
     wide, positive, negative = x.astype(np.float64), np.log1p(np.exp(0.4)), 0.6 + np.log1p(np.exp(-0.7))
     expected = np.where(wide > 0, positive * wide**2, negative * (np.expm1(np.minimum(wide, -1e-6)) - wide)) + 0.6 * wide
     assert np.allclose(found, expected, rtol=5e-7, atol=5e-7)
@@ -96,14 +96,14 @@ def test_nan_input_of_activation_and_soft_cap_stays_nan(level: str) -> None:
     x = np.array([[1.0, np.nan, 2.0]], np.float32)
     for activation in GATES:
         assert np.isnan(gate_of(activation, level, 3)(x, np.ones_like(x))).tolist() == [[False, True, False]]
-    capped = Network([3], lambda blocks, inputs: [blocks.soft_cap(inputs[0], 30.0)], level=level)
+    capped = Network([3], lambda ops, inputs: [ops.soft_cap(inputs[0], 30.0)], level=level)
     assert np.isnan(capped(x)[0]).tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_native_addition_rounds_once(width: int, level: str, seed: int) -> None:
     x, y = values(3, width, seed), values(3, width, seed + 1)
-    (found,) = Network([width, width], lambda blocks, inputs: [blocks.add(*inputs)], level=level)(x, y)
+    (found,) = Network([width, width], lambda ops, inputs: [ops.add(*inputs)], level=level)(x, y)
     assert np.array_equal(found, x + y)
 
 
@@ -111,7 +111,7 @@ def test_native_addition_rounds_once(width: int, level: str, seed: int) -> None:
 def test_native_scaling_of_columns_rounds_once(width: int, level: str, seed: int) -> None:
     x, weight = values(3, width, seed), values(1, width, seed + 1)[0]
     tensors = {"scale.weight": plain_tensor(weight)}
-    (found,) = Network([width], lambda blocks, inputs: [blocks.scale_columns(inputs[0], "scale")], tensors=tensors, level=level)(x)
+    (found,) = Network([width], lambda ops, inputs: [ops.scale_columns(inputs[0], "scale")], tensors=tensors, level=level)(x)
     assert np.array_equal(found, x * weight)
 
 
@@ -121,8 +121,8 @@ def test_native_mix_equals_its_definition(inputs: int, outputs: int, first: int,
     x, y, weights = values(5, inputs * width, seed), values(5, outputs * width, seed + 1), values(5, outputs * inputs, seed + 2, 0.3)
     widths = [x.shape[1], y.shape[1], weights.shape[1]]
 
-    def build(blocks: NativeBlocks, given: list[Value]) -> list[Value]:
-        return [blocks.mix(given[1], given[0], matrix, outputs, offset=offset, first=first) for matrix in (given[2], None)]
+    def build(ops: NativeOps, given: list[Value]) -> list[Value]:
+        return [ops.mix(given[1], given[0], matrix, outputs, offset=offset, first=first) for matrix in (given[2], None)]
 
     found = Network(widths, build, level=level)(x, y, weights)
     streams, wide = (rows.astype(np.float64).reshape(5, -1, width) for rows in (x, y))
@@ -139,7 +139,7 @@ def test_native_mix_equals_its_definition(inputs: int, outputs: int, first: int,
 @pytest.mark.parametrize("width", [1, 2, 15, 33, 4100])
 def test_native_gaussian_top_k_uses_the_deviation_of_all_values(width: int, factor: float, level: str, seed: int) -> None:
     x = values(5, width, seed) + np.float32(2)
-    run = Network([width], lambda blocks, inputs: [blocks.gaussian_top_k(inputs[0], factor)], level=level)
+    run = Network([width], lambda ops, inputs: [ops.gaussian_top_k(inputs[0], factor)], level=level)
     (found,) = run(x)
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(axis=1, keepdims=True) - factor * wide.std(axis=1, keepdims=True)).clip(0)
@@ -155,7 +155,7 @@ def test_native_match_rms_equals_its_definition(width: int, level: str, seed: in
     x, like = values(5, width, seed), values(5, width, seed + 1, scale=7.0)
     x[0], x[1] = 0.0, 1e-4  # mean squares below the least one
     like[2] = 0.0
-    run = Network([width, width], lambda blocks, inputs: [blocks.match_rms(*inputs)], level=level)
+    run = Network([width, width], lambda ops, inputs: [ops.match_rms(*inputs)], level=level)
     (found,) = run(x, like)
     wide, wanted = x.astype(np.float64), np.sqrt((like.astype(np.float64) ** 2).mean(axis=1, keepdims=True))
     expected = wide * wanted / np.sqrt(np.maximum((wide**2).mean(axis=1, keepdims=True), 1e-5))
@@ -166,7 +166,7 @@ def test_native_match_rms_equals_its_definition(width: int, level: str, seed: in
 @pytest.mark.parametrize("width", WIDTHS)
 def test_native_scaling_rounds_once(width: int, level: str, seed: int) -> None:
     x = values(3, width, seed)
-    (found,) = Network([width], lambda blocks, inputs: [blocks.scale(inputs[0], 0.22)], level=level)(x)
+    (found,) = Network([width], lambda ops, inputs: [ops.scale(inputs[0], 0.22)], level=level)(x)
     assert np.array_equal(found, x * np.float32(0.22))
 
 
@@ -174,7 +174,7 @@ def test_native_scaling_rounds_once(width: int, level: str, seed: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_native_soft_cap_equals_its_definition(width: int, cap: float, level: str, seed: int) -> None:
     x = values(3, width, seed, scale=20.0)
-    (found,) = Network([width], lambda blocks, inputs: [blocks.soft_cap(inputs[0], cap)], level=level)(x)
+    (found,) = Network([width], lambda ops, inputs: [ops.soft_cap(inputs[0], cap)], level=level)(x)
     assert np.abs(found - cap * np.tanh(x.astype(np.float64) / cap)).max() <= 4e-7 * cap
     assert np.abs(found).max() <= cap
 
@@ -184,8 +184,8 @@ def test_native_rms_norm_equals_its_definition(num_heads: int, width: int, level
     x, weight = values(11, num_heads * width, seed), values(1, width, seed + 1)[0]
     x[0] = 0.0
 
-    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
-        return [blocks.rms_norm(inputs[0], "n") if num_heads == 1 else blocks.head_norm(inputs[0], "n", num_heads)]
+    def build(ops: NativeOps, inputs: list[Value]) -> list[Value]:
+        return [ops.rms_norm(inputs[0], "n") if num_heads == 1 else ops.head_norm(inputs[0], "n", num_heads)]
 
     (found,) = Network([x.shape[1]], build, tensors={"n.weight": plain_tensor(weight)}, level=level)(x)
     wide = x.astype(np.float64).reshape(11, num_heads, width)
@@ -198,7 +198,7 @@ def test_native_rms_norm_equals_its_definition(num_heads: int, width: int, level
 def test_native_layer_norm_equals_its_definition(has_bias: bool, width: int, level: str, seed: int) -> None:
     x, weight, bias = values(11, width, seed) + np.float32(5), *values(2, width, seed + 1)
     tensors = {"n.weight": plain_tensor(weight), **({"n.bias": plain_tensor(bias)} if has_bias else {})}
-    (found,) = Network([width], lambda blocks, inputs: [blocks.layer_norm(inputs[0], "n")], tensors=tensors, level=level)(x)
+    (found,) = Network([width], lambda ops, inputs: [ops.layer_norm(inputs[0], "n")], tensors=tensors, level=level)(x)
     wide = x.astype(np.float64)
     centered = wide - wide.mean(axis=1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * weight + (bias if has_bias else 0.0)
@@ -209,8 +209,8 @@ def test_native_layer_norm_equals_its_definition(has_bias: bool, width: int, lev
 def test_native_rms_norm_without_weight_equals_a_weight_of_ones(num_heads: int, width: int, level: str, seed: int) -> None:
     x, one = values(11, num_heads * width, seed), plain_tensor(np.ones(width, np.float32))
 
-    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
-        return [blocks.head_norm(inputs[0], name, num_heads) for name in ("n", None)]
+    def build(ops: NativeOps, inputs: list[Value]) -> list[Value]:
+        return [ops.head_norm(inputs[0], name, num_heads) for name in ("n", None)]
 
     with_ones, without = Network([x.shape[1]], build, tensors={"n.weight": one}, level=level)(x)
     assert np.array_equal(without, with_ones)
@@ -219,7 +219,7 @@ def test_native_rms_norm_without_weight_equals_a_weight_of_ones(num_heads: int, 
 @pytest.mark.parametrize(("begin", "width"), [(0, 5), (7, 33), (60, 1), (10, 4100)])
 def test_native_column_selection_copies_the_columns(begin: int, width: int, level: str, seed: int) -> None:
     x = values(5, begin + width + 3, seed)
-    (found,) = Network([x.shape[1]], lambda blocks, inputs: [blocks.columns(inputs[0], begin, width)], level=level)(x)
+    (found,) = Network([x.shape[1]], lambda ops, inputs: [ops.columns(inputs[0], begin, width)], level=level)(x)
     assert np.array_equal(found, x[:, begin : begin + width])
 
 
@@ -238,7 +238,7 @@ def test_native_rope_rotates_its_part_of_a_head_only(head_size: int, fraction: f
     config = native_config(head_size=head_size, rotated_fraction=fraction)
     x = values(9, 3 * head_size, seed)
     positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
-    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, config.attention.rope)], config=config, level=level)
+    run = Network([x.shape[1]], lambda ops, inputs: [ops.rope(inputs[0], 3, config.attention.rope)], config=config, level=level)
     (found,) = run(x, batch=make_batch([RowRange(0, 9, 0, np.array([1], np.int32))], positions=positions.tolist()))
     assert np.abs(found - rotated(config, x, positions)).max() <= 3e-7 * np.abs(x).max()
     kept = slice(config.attention.rope.rotary_size(head_size), None)
@@ -251,7 +251,7 @@ def test_native_rope_rotates_its_part_of_a_head_only(head_size: int, fraction: f
 @pytest.mark.parametrize("wanted", [[], [4], [2, 0, 4], [4, 3, 2, 1, 0]])
 def test_selected_logits_rows_come_in_requested_order(wanted: list[int], level: str, seed: int) -> None:
     x = values(5, 4100, seed)
-    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.soft_cap(blocks.logits_rows(inputs[0]), 1e9), inputs[0]], level=level)
+    run = Network([x.shape[1]], lambda ops, inputs: [ops.soft_cap(ops.logits_rows(inputs[0]), 1e9), inputs[0]], level=level)
     batch = make_batch([RowRange(0, 5, 0, np.array([1], np.int32))], wanted)
-    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.logits_rows(inputs[0])], level=level)
+    run = Network([x.shape[1]], lambda ops, inputs: [ops.logits_rows(inputs[0])], level=level)
     assert np.array_equal(run(x, batch=batch)[0], x[wanted])

@@ -7,7 +7,7 @@ import torch
 from harness.native_network import BUILT, Network, make_batch
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.logits_summary import SAMPLING_DTYPE, LogitsSummary, RowSampling, SummaryOptions, decode_summaries
-from paceline.runtimes.torch.blocks import summarize_logits
+from paceline.runtimes.torch.ops import summarize_logits
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.truncation import top_n
@@ -51,7 +51,7 @@ def check(found: LogitsSummary, scores: FloatArray, count: int, ids: np.ndarray)
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("count", [1, 4, 11])
-def test_ranked_tokens_and_log_sum_equal_numpy(source: str, count: int, seed: int) -> None:
+def test_top_tokens_and_logsumexp_equal_numpy(source: str, count: int, seed: int) -> None:
     for size in SIZES:
         rows = rows_of(size, seed)
         for columns in {size, (size + 1) // 2}:

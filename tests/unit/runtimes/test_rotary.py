@@ -122,7 +122,7 @@ def test_model_with_a_context_of_100_million_tokens_loads(directories: tuple[Pat
     "positions", [[7], [5, 6, 7], [0, 1, 2, 3], [7, 6, 5], [3, 4, 4], [250, 1, 2], [298, 299, 300, 301], [5000]], ids=str
 )
 @pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
-def test_pass_record_points_to_the_rotary_rows_of_its_positions(positions: list[int]) -> None:
+def test_kernel_arguments_point_to_rotary_rows_of_the_positions(positions: list[int]) -> None:
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
     memory, count = PassRecord(tables), len(positions)
     at = np.array(positions, np.int32)

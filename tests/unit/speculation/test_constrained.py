@@ -231,7 +231,7 @@ def test_draft_nodes_the_grammar_forbids_are_dropped_with_descendants() -> None:
     assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
-def test_forced_grammar_tokens_replace_drafts_and_extend_the_last() -> None:
+def test_forced_grammar_tokens_replace_or_extend_drafts() -> None:
     one = started(PERSON)
     assert spelled(constrain(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
     assert spelled(constrain(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']

@@ -86,7 +86,7 @@ def test_step_without_free_blocks_for_drafts_is_plain() -> None:
     assert (rows.skip_reason, paths(rows.tree), rows.request.stats.num_dropped_tokens) == (SkipReason.NO_MEMORY, [], len(WHOLE))
 
 
-def test_drafts_are_dropped_before_committed_tokens() -> None:
+def test_committed_tokens_take_blocks_from_drafts() -> None:
     cache = make_cache(2 + 1)
     first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
     reserve([first, second], cache)  # the first one wants the free block, and the second one's root needs it, at a border

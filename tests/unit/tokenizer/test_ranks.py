@@ -163,7 +163,7 @@ def test_ordinary_token_spelled_like_a_control_token_is_decoded(tmp_path: Path) 
     assert tokenizer.decode([2]) == ""
 
 
-def test_tokenizer_json_has_precedence_over_a_rank_file(tmp_path: Path, mini_dir: Path) -> None:
+def test_tokenizer_json_has_precedence_over_tekken_json(tmp_path: Path, mini_dir: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((mini_dir / "tokenizer.json").read_bytes())
     write_tekken(tmp_path, {"config": {}})
     assert Tokenizer.open(tmp_path).vocab_size > 0

@@ -21,7 +21,7 @@ from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, RowRange
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, NetworkDefinition, Ops, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
@@ -35,21 +35,21 @@ head; logits before their bias. Result: the vectors with which DFlash2's selecto
 def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that computes and caches keys and values of committed positions."""
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        chunks = [blocks.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
-        (mixed,) = blocks.linear(blocks.concat(*chunks), "fc")
-        context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+        chunks = [ops.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
+        (mixed,) = ops.linear(ops.concat(*chunks), "fc")
+        context, stored = ops.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
             names = ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
-            k, *others = blocks.linear(context, *(prefix + name for name in names))
+            k, *others = ops.linear(context, *(prefix + name for name in names))
             v = others[0] if others else k
             if attention.qk_norm is QKNorm.HEAD:
-                k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
-            k = blocks.rope(k, attention.num_kv_heads, attention.key_rope)
-            v = blocks.head_norm(v, None, attention.num_kv_heads) if attention.has_value_norm else v
-            v = v if attention.value_scale == 1.0 else blocks.scale(v, attention.value_scale)
-            stored.append(blocks.store_kv(k, v, attention, layer))
+                k = ops.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
+            k = ops.rope(k, attention.num_kv_heads, attention.key_rope)
+            v = ops.head_norm(v, None, attention.num_kv_heads) if attention.has_value_norm else v
+            v = v if attention.value_scale == 1.0 else ops.scale(v, attention.value_scale)
+            stored.append(ops.store_kv(k, v, attention, layer))
         return {f"stored.{layer}": value for layer, value in enumerate(stored)}
 
     return compose
@@ -58,17 +58,17 @@ def context_network(config: BlockConfig) -> NetworkDefinition:
 def block_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, Vd]; DFlash2: `selector_vectors` [T, r]."""
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        x = blocks.input(EMBEDDING, config.layers.hidden_size)
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+        x = ops.input(EMBEDDING, config.layers.hidden_size)
         for index, layer in enumerate(config.layers.layers):
-            x = decoder_layer(blocks, layer, x, index)
-        hidden = blocks.rms_norm(x, "final_norm")
-        logits = blocks.lm_head(blocks.logits_rows(hidden), "lm_head")
+            x = decoder_layer(ops, layer, x, index)
+        hidden = ops.rms_norm(x, "final_norm")
+        logits = ops.lm_head(ops.logits_rows(hidden), "lm_head")
         if config.logit_scale != 1.0:
-            logits = blocks.scale(logits, config.logit_scale)
+            logits = ops.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
-            logits = blocks.soft_cap(logits, config.logit_soft_cap)
-        vectors = {SELECTOR_VECTORS: blocks.linear(hidden, "selector")[0]} if config.num_candidates else {}
+            logits = ops.soft_cap(logits, config.logit_soft_cap)
+        vectors = {SELECTOR_VECTORS: ops.linear(hidden, "selector")[0]} if config.num_candidates else {}
         return {LOGITS: logits, HIDDEN_STATES: hidden, **vectors}
 
     return compose
@@ -77,9 +77,9 @@ def block_network(config: BlockConfig) -> NetworkDefinition:
 def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinition:
     """Return the network that turns latent vectors [T, r] of DSpark's Markov head into a bias, and adds it to `logits` [R, Vd]."""
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, markov_rank)), "markov_output")
-        return {LOGITS: blocks.add(bias, blocks.logits_rows(blocks.input(BASE, config.layers.vocab_size)))}
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+        bias = ops.lm_head(ops.logits_rows(ops.input(LATENT, markov_rank)), "markov_output")
+        return {LOGITS: ops.add(bias, ops.logits_rows(ops.input(BASE, config.layers.vocab_size)))}
 
     return compose
 

@@ -1,4 +1,4 @@
-"""Networks of EAGLE heads, composed from the blocks of a runtime.
+"""Networks of EAGLE heads, composed from the operations of a runtime.
 
 The head's input at position t is a feature pair: token t + 1, and the feature (hidden state) of position t. It predicts token t + 2 and the
 feature of position t + 1. The next pair uses the predicted feature if the target has not computed that feature yet.
@@ -13,7 +13,7 @@ from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, MaskedFeaturePair, RecurrentHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
-from paceline.runtimes.decoder import LOGITS, Blocks, NetworkDefinition, Value, decoder_layer
+from paceline.runtimes.decoder import LOGITS, NetworkDefinition, Ops, Value, decoder_layer
 from paceline.runtimes.load import HeadPlacement, load_head
 
 
@@ -51,52 +51,52 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
     """
 
-    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
         if not config.layer_boundaries:
-            return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
-        chunks = [blocks.input(name, config.target_hidden_size) for name in config.feature_inputs]
+            return _run_layers(ops, config, ops.input(FEATURE, config.layers.hidden_size), soft_cap)
+        chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
         if config.has_boundary_norms:
-            chunks = [blocks.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
-        features = blocks.concat(*chunks)
+            chunks = [ops.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
+        features = ops.concat(*chunks)
         if config.has_concat_norm:
-            features = blocks.rms_norm(features, "input_norm")
-        (feature,) = blocks.linear(features, "fc")
-        return _run_layers(blocks, config, feature, soft_cap)
+            features = ops.rms_norm(features, "input_norm")
+        (feature,) = ops.linear(features, "fc")
+        return _run_layers(ops, config, feature, soft_cap)
 
     return compose
 
 
-def _run_layers(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
+def _run_layers(ops: Ops[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
     """Compose the layers after the input. Results: the predicted `feature` [T, Hd], and `logits` [R, Vd] of the requested rows."""
     layers = config.layers
-    embedding = blocks.input(EMBEDDING, layers.hidden_size)
+    embedding = ops.input(EMBEDDING, layers.hidden_size)
     first_layer = _eagle1_first_layer if config.is_eagle1 else _eagle3_first_layer
-    x = first_layer(blocks, config, embedding, feature)
+    x = first_layer(ops, config, embedding, feature)
     for layer in range(1, layers.num_layers):
-        x = decoder_layer(blocks, layers.layers[layer], x, layer)
-    out = blocks.rms_norm(x, "final_norm") if config.has_final_norm else x
-    logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
+        x = decoder_layer(ops, layers.layers[layer], x, layer)
+    out = ops.rms_norm(x, "final_norm") if config.has_final_norm else x
+    logits = ops.lm_head(ops.logits_rows(out), "lm_head")
     if soft_cap is not None:
-        logits = blocks.soft_cap(logits, soft_cap)
+        logits = ops.soft_cap(logits, soft_cap)
     return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
 
-def _eagle1_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+def _eagle1_first_layer(ops: Ops[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """Compose the first layer of EAGLE-1: `fc` mixes [embedding, feature] into the layer's input (arXiv:2401.15077, section 4.1).
 
     The paper's head normalises neither embedding nor feature nor the layer's input. Heads of other training code may.
     """
     if config.has_embedding_norm:
-        embedding = blocks.rms_norm(embedding, "embedding_norm")
+        embedding = ops.rms_norm(embedding, "embedding_norm")
     if config.has_feature_norm:
-        feature = blocks.rms_norm(feature, "feature_norm")
-    (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
-    return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.has_input_norm else mixed)
+        feature = ops.rms_norm(feature, "feature_norm")
+    (mixed,) = ops.linear(ops.concat(embedding, feature), "fc")
+    return decoder_layer(ops, config.layers.layers[0], mixed, 0, normed=None if config.has_input_norm else mixed)
 
 
-def _eagle3_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+def _eagle3_first_layer(ops: Ops[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """Compose the first layer of EAGLE-3: attention reads [norm(embedding), norm(feature)] (arXiv:2503.01840, section 3.1)."""
-    normed_embedding = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.has_embedding_norm else embedding
-    normed = blocks.rms_norm(feature, "layers.0.hidden_norm")
+    normed_embedding = ops.rms_norm(embedding, "layers.0.attention_norm") if config.has_embedding_norm else embedding
+    normed = ops.rms_norm(feature, "layers.0.hidden_norm")
     residual = normed if config.norm_before_residual else feature
-    return decoder_layer(blocks, config.layers.layers[0], residual, 0, normed=blocks.concat(normed_embedding, normed))
+    return decoder_layer(ops, config.layers.layers[0], residual, 0, normed=ops.concat(normed_embedding, normed))

@@ -15,7 +15,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import Assistant
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, LogitsRows, Network, RowRange
-from paceline.runtimes.decoder import LOGITS, Blocks, Value, decoder_layer
+from paceline.runtimes.decoder import LOGITS, Ops, Value, decoder_layer
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 EMBEDDING, FEATURE, STATES, CENTROIDS = "embedding", "feature", "states", "centroids"
@@ -73,17 +73,17 @@ class AssistantNetwork:
         ids = ids[: np.searchsorted(ids, vocab_size)]
         return ids, self.assistant.weights.rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
 
-    def _compose(self, blocks: Blocks[Value]) -> Mapping[str, Value]:
+    def _compose(self, ops: Ops[Value]) -> Mapping[str, Value]:
         config = self.assistant.config
         size = config.target_hidden_size
-        (x,) = blocks.linear(blocks.concat(blocks.input(EMBEDDING, size), blocks.input(FEATURE, size)), "pre_projection")
+        (x,) = ops.linear(ops.concat(ops.input(EMBEDDING, size), ops.input(FEATURE, size)), "pre_projection")
         for index, layer in enumerate(config.layers.layers):
-            x = decoder_layer(blocks, layer, x, index)
-        states = blocks.rms_norm(x, "final_norm")
-        (feature,) = blocks.linear(states, "post_projection")
+            x = decoder_layer(ops, layer, x, index)
+        states = ops.rms_norm(x, "final_norm")
+        (feature,) = ops.linear(states, "post_projection")
         if config.clusters is not None:
-            return {FEATURE: feature, STATES: states, CENTROIDS: blocks.linear(states, "centroids")[0]}
-        return {FEATURE: feature, LOGITS: blocks.lm_head(blocks.logits_rows(states), "embedding")}
+            return {FEATURE: feature, STATES: states, CENTROIDS: ops.linear(states, "centroids")[0]}
+        return {FEATURE: feature, LOGITS: ops.lm_head(ops.logits_rows(states), "embedding")}
 
 
 def _row_range(level: TreeLevelInput, start: int) -> RowRange:

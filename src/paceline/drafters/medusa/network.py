@@ -14,7 +14,7 @@ from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
-from paceline.runtimes.decoder import LOGITS, SUMMARY, Blocks, Value
+from paceline.runtimes.decoder import LOGITS, SUMMARY, Ops, Value
 from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions, decode_summaries
 
@@ -75,24 +75,24 @@ class MedusaNetwork:
             network = self._networks[num_heads] = self._networks[1].network_with_same_weights(partial(self._compose, num_heads=num_heads))
         return network
 
-    def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:
+    def _compose(self, ops: Ops[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Compose the first heads. Results: the logits of each head, or the hidden states that a shared lm_head takes."""
-        hidden_states = blocks.input("hidden_states", self.hidden_size)
+        hidden_states = ops.input("hidden_states", self.hidden_size)
         hidden = [hidden_states] * num_heads
         for block in range(self.heads.num_blocks):
             names = [f"heads.{head}.blocks.{block}" for head in range(num_heads)]
             if block == 0:  # the first blocks of all heads have the same input, so one matrix product computes them
-                products = blocks.linear(hidden_states, *names)
+                products = ops.linear(hidden_states, *names)
             else:
-                products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
-            hidden = [blocks.add(x, blocks.activated(product, Activation.SILU)) for x, product in zip(hidden, products, strict=True)]
+                products = tuple(ops.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
+            hidden = [ops.add(x, ops.activated(product, Activation.SILU)) for x, product in zip(hidden, products, strict=True)]
         if self.heads.has_shared_lm_head:
             return {f"head.{head}": x for head, x in enumerate(hidden)}
-        return {f"{LOGITS}.{head}": blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
+        return {f"{LOGITS}.{head}": ops.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
 
-    def _compose_lm_head(self, blocks: Blocks[Value]) -> Mapping[str, Value]:
-        logits = blocks.lm_head(blocks.input("hidden", self.hidden_size), "lm_head")
-        return {LOGITS: logits if self.heads.soft_cap is None else blocks.soft_cap(logits, self.heads.soft_cap)}
+    def _compose_lm_head(self, ops: Ops[Value]) -> Mapping[str, Value]:
+        logits = ops.lm_head(ops.input("hidden", self.hidden_size), "lm_head")
+        return {LOGITS: logits if self.heads.soft_cap is None else ops.soft_cap(logits, self.heads.soft_cap)}
 
 
 def _rows_without_attention(count: int) -> tuple[ForwardBatch, IntArray]:

@@ -46,14 +46,14 @@ class StoredBlocks:
         block_type: type of the quantised blocks.
         where: path and tensor name, for errors.
         row_order: [N] index of the stored row for each row; None = the stored order.
-        run_order: [K / 32] for each run of 32 columns the index of the stored run; None = the stored order.
+        column_order: [K / 32] for each run of 32 columns the index of the stored run; None = the stored order.
     """
 
     raw: Bytes
     block_type: BlockType
     where: str
     row_order: NDArray[np.int64] | None = None
-    run_order: NDArray[np.int64] | None = None
+    column_order: NDArray[np.int64] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class StoredBlocks:
             CheckpointError: A scale is not finite.
         """
         matrix = convert_blocks_to_groups(self.raw, self.block_type, self.where, self.row_order, num_threads=num_threads)
-        return matrix if self.run_order is None else matrix.reorder_runs(self.run_order)
+        return matrix if self.column_order is None else matrix.reorder_runs(self.column_order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from collections.abc import Collection, Sequence
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.native.program import NativeBlocks, matrices_of
+from paceline.runtimes.native.program import NativeOps, matrices_of
 from paceline.runtimes.native.records import Matrix, RowSelection
 from paceline.runtimes.native.weights import NativeWeights
 
 _FLOAT_BYTES = 4
 
 
-def assign_buffers(blocks: NativeBlocks, results: set[int]) -> tuple[list[int], list[int]]:
+def assign_buffers(ops: NativeOps, results: set[int]) -> tuple[list[int], list[int]]:
     """Replace the value numbers in the recorded operations and matrices by buffer numbers.
 
     Args:
@@ -21,8 +21,8 @@ def assign_buffers(blocks: NativeBlocks, results: set[int]) -> tuple[list[int], 
     Returns:
         The buffer of each value, and the width of each buffer.
     """
-    buffers, widths = _share_buffers(blocks, results | {value.index for value in blocks.inputs.values()})
-    for operation in blocks.operations:
+    buffers, widths = _share_buffers(ops, results | {value.index for value in ops.inputs.values()})
+    for operation in ops.operations:
         for field in dict.fromkeys((*operation.INPUTS, *operation.OUTPUTS)):
             if (value := getattr(operation, field)) >= 0:
                 setattr(operation, field, buffers[value])
@@ -31,27 +31,27 @@ def assign_buffers(blocks: NativeBlocks, results: set[int]) -> tuple[list[int], 
     return buffers, widths
 
 
-def _share_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
+def _share_buffers(ops: NativeOps, kept: set[int]) -> tuple[list[int], list[int]]:
     """Return the buffer of each value and the width of each buffer. A buffer is reused after the last read of its value, unless kept."""
-    reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in blocks.operations]
+    reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in ops.operations]
     last_read = {value: index for index, values in enumerate(reads) for value in values}
-    buffers = [0] * len(blocks.values)
-    widths = [value.width for value in blocks.inputs.values()]
-    for index, value in enumerate(blocks.inputs.values()):
+    buffers = [0] * len(ops.values)
+    widths = [value.width for value in ops.inputs.values()]
+    for index, value in enumerate(ops.inputs.values()):
         buffers[value.index] = index
     free: dict[int, list[int]] = {}
-    for index, operation in enumerate(blocks.operations):
+    for index, operation in enumerate(ops.operations):
         outs = [matrix.out for matrix in matrices_of(operation)] or [operation.out]
         outs += [out for field in operation.OUTPUTS if field != "out" and (out := getattr(operation, field)) >= 0]
         for out in dict.fromkeys(outs):
-            width = blocks.values[out].width
+            width = ops.values[out].width
             if not free.get(width):
                 free.setdefault(width, []).append(len(widths))
                 widths.append(width)
             buffers[out] = free[width].pop()
         for read in reads[index]:
             if last_read[read] == index and read not in kept:
-                free.setdefault(blocks.values[read].width, []).append(buffers[read])
+                free.setdefault(ops.values[read].width, []).append(buffers[read])
     return buffers, widths
 
 
@@ -67,12 +67,12 @@ def pass_bytes(
         num_logits_rows: number of rows whose logits are computed.
         num_positions: maximum length of a sequence.
     """
-    blocks = NativeBlocks(config, _WeightShapes(weights, quantised))
-    results = decoder(config)(blocks)
-    buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
-    all_row_buffers = {buffers[value.index] for value in blocks.values if value.rows is RowSelection.ALL}
+    ops = NativeOps(config, _WeightShapes(weights, quantised))
+    results = decoder(config)(ops)
+    buffers, widths = assign_buffers(ops, {value.index for value in results.values()})
+    all_row_buffers = {buffers[value.index] for value in ops.values if value.rows is RowSelection.ALL}
     floats = sum(width * (num_rows if buffer in all_row_buffers else num_logits_rows) for buffer, width in enumerate(widths))
-    packed = max((matrix.row_bytes for operation in blocks.operations for matrix in matrices_of(operation)), default=0)
+    packed = max((matrix.row_bytes for operation in ops.operations for matrix in matrices_of(operation)), default=0)
     angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rope_variants)
     return _FLOAT_BYTES * (floats + angles * num_positions) + num_rows * packed
 

@@ -16,7 +16,7 @@ from paceline.runtimes.native.adapters import AdapterMapping, NativeAdapter
 from paceline.runtimes.native.aligned import aligned_empty, aligned_zeros
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassRecord
-from paceline.runtimes.native.program import NativeBlocks, matrices_of
+from paceline.runtimes.native.program import NativeOps, matrices_of
 from paceline.runtimes.native.records import (
     PHASES,
     AttentionOperation,
@@ -47,14 +47,14 @@ class Execution:
 
     def __init__(
         self,
-        blocks: NativeBlocks,
+        ops: NativeOps,
         widths: Sequence[int],
         *,
         num_threads: int,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
-        operations = self._recorded_operations = blocks.operations
+        operations = self._recorded_operations = ops.operations
         self._widths = widths
         self._call_lock = Lock()  # concurrent calls are not allowed; if they happen, they must not read freed memory
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
@@ -69,7 +69,7 @@ class Execution:
         self._buffers: list[FloatArray] = []  # each [capacity in rows, width]
         self.pass_record = PassRecord(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         max_experts = max((operation.chosen for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
-        self._adapter_rows = None if adapters is None else AdapterMapping(adapters, blocks.sites, max_experts)
+        self._adapter_rows = None if adapters is None else AdapterMapping(adapters, ops.sites, max_experts)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             max_columns=self._max_columns, tickets=self._tickets.ctypes.data,

@@ -35,7 +35,7 @@ from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_weights import PackedWeights
-from paceline.runtimes.native.program import NativeBlocks
+from paceline.runtimes.native.program import NativeOps
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, RowSelection
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
@@ -275,18 +275,18 @@ class NativeNetwork(Network):
     def _record_program(self, summary: SummaryOptions | None) -> "_Program":
         """Record the network. `summary`: what is returned of each row of logits, None = the row. The program has no cache yet."""
         shared = self._shared
-        blocks = NativeBlocks(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
-        results = dict(with_summaries(self.compose, summary)(blocks))
-        if summary is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
-            block_max = blocks.record_block_max(results[LOGITS])
+        ops = NativeOps(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
+        results = dict(with_summaries(self.compose, summary)(ops))
+        if summary is None and TOKEN_IDS in ops.inputs and LOGITS in results:
+            block_max = ops.record_block_max(results[LOGITS])
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
-        buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
+        buffers, widths = assign_buffers(ops, {value.index for value in results.values()})
         return _Program(
-            Execution(blocks, widths, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
-            {name: buffers[value.index] for name, value in blocks.inputs.items()},
-            {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
-            tuple(blocks.sites),
+            Execution(ops, widths, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
+            {name: buffers[value.index] for name, value in ops.inputs.items()},
+            {name: (buffers[value.index], value.rows, ops.result_width(value)) for name, value in results.items()},
+            tuple(ops.sites),
         )
 
 
@@ -403,14 +403,14 @@ class NativeClassifier(Classifier):
         }
         weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
         self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept, because operations have addresses in it
-        blocks = NativeBlocks(config, self._weights, config)
-        value = hidden_states = blocks.input(HIDDEN_STATES, config.hidden_size)
+        ops = NativeOps(config, self._weights, config)
+        value = hidden_states = ops.input(HIDDEN_STATES, config.hidden_size)
         for number in range(len(mixture.classifier)):
             if number:
-                value = blocks.activated(value, Activation.RELU)
-            (value,) = blocks.linear(value, f"classifier.{number}")
-        buffers, widths = assign_buffers(blocks, {value.index})
-        self._execution = Execution(blocks, widths, num_threads=num_threads)
+                value = ops.activated(value, Activation.RELU)
+            (value,) = ops.linear(value, f"classifier.{number}")
+        buffers, widths = assign_buffers(ops, {value.index})
+        self._execution = Execution(ops, widths, num_threads=num_threads)
         self._input, self._result, self._width = buffers[hidden_states.index], buffers[value.index], value.width
 
     def logits(self, hidden_states: FloatArray) -> FloatArray:

@@ -168,7 +168,7 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
         return _pack_as_groups(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
     row_order = None if blocks.row_order is None else np.ascontiguousarray(blocks.row_order, np.int64)
-    run_positions = None if blocks.run_order is None else np.argsort(blocks.run_order).astype(np.int32)
+    run_positions = None if blocks.column_order is None else np.argsort(blocks.column_order).astype(np.int32)
     address = [None if array is None else array.ctypes.data for array in (raw, row_order, run_positions)]
     sizes = outputs, columns, packed.zero_point, packed.scale_columns, _sign_bit_mask(zero_row), raw.strides[0]
     record = GgufBlocksRecord(_GGUF_TYPE_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address)
@@ -262,7 +262,7 @@ def _contiguous(array: Any) -> Any:
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return the groups of a row of zeros, which have the shapes and types of the groups of all rows."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
-    return StoredBlocks(zeros, blocks.block_type, blocks.where, run_order=blocks.run_order).to_grouped_matrix()
+    return StoredBlocks(zeros, blocks.block_type, blocks.where, column_order=blocks.column_order).to_grouped_matrix()
 
 
 def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:

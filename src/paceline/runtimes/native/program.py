@@ -1,4 +1,4 @@
-"""The `Blocks` of `runtimes/decoder.py` that record a network as a list of operations, which kernels/program.c runs."""
+"""The `Ops` of `runtimes/decoder.py` that record a network as a list of operations, which kernels/program.c runs."""
 
 from collections.abc import Sequence
 from ctypes import c_int32
@@ -75,7 +75,7 @@ class Value:
     rows: RowSelection = RowSelection.ALL
 
 
-class NativeBlocks:
+class NativeOps:
     """Records operations on values. Later `buffers.assign_buffers` assigns buffers to the values."""
 
     def __init__(

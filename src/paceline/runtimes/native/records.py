@@ -221,7 +221,7 @@ StateOperation = _operation(
 BlockConvolutionOperation = _operation(
     "BLOCK_CONVOLUTION", "int32 x added width added_width added_at kernel_size group; pointer base", inputs="x added"
 )
-"""A causal convolution over the rows of a range, in which each row has another kernel; see `Blocks.block_convolution`."""
+"""A causal convolution over the rows of a range, in which each row has another kernel; see `Ops.block_convolution`."""
 
 HeadsOperation = _operation("HEADS", "int32 x tails heads tail packing; Matrix* matrices", inputs="x tails")
 """Products of each head of a row with its own matrix, each followed by `tail` values of the head in `tails`; tail 0: tails = -1."""

@@ -26,7 +26,7 @@ from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, Forwa
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, SUMMARY, NetworkDefinition, with_summaries
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, RangeAttention
-from paceline.runtimes.torch.blocks import TorchBlocks, scaled_embeddings
+from paceline.runtimes.torch.ops import TorchOps, scaled_embeddings
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, compute_scalings
@@ -128,13 +128,13 @@ class TorchNetwork(Network):
             classifiers = {number: own.classifier for number, own in shared.adapters.items() if own.classifier is not None}
             scalings = compute_scalings(classifiers, inputs, batch, self._run_scaling_pass)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
-            blocks = self._new_blocks(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
-            results = _Results(with_summaries(self.compose, logits_rows.summary)(blocks))
+            ops = self._new_ops(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
+            results = _Results(with_summaries(self.compose, logits_rows.summary)(ops))
             states.finish()
             results.fetch(LOGITS if logits_rows.summary is None else SUMMARY)
             return ForwardOutput(results)
 
-    def _new_blocks(
+    def _new_ops(
         self,
         kv_storage: Sequence[torch.Tensor],
         states: RecurrentPass,
@@ -142,20 +142,18 @@ class TorchNetwork(Network):
         batch: ForwardBatch,
         logits_rows: LogitsRows,
         scalings: Scalings,
-    ) -> TorchBlocks:
+    ) -> TorchOps:
         """Return the blocks of one pass that uses the keys and values in `kv_storage`."""
         shared = self._shared
         attention_type = RangeAttention if shared.weights.device.type == "cpu" else PaddedAttention
         attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
-        return TorchBlocks(
-            self.config, shared.weights, kv_storage, attention, states, inputs, batch, logits_rows, shared.adapters, scalings
-        )
+        return TorchOps(self.config, shared.weights, kv_storage, attention, states, inputs, batch, logits_rows, shared.adapters, scalings)
 
     def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> torch.Tensor:
         """Run the scaling pass, with its own keys and values, and return hidden states (`runtimes/xlora.py`)."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
         self._shared.num_xlora_passes += 1
-        return self.compose(self._new_blocks(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
+        return self.compose(self._new_ops(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
         check_xlora_enabled(self, adapter)

@@ -132,7 +132,7 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """Bytes, at least one of them in the next token if it completes a repetition; empty = any token can, None = no token can."""
+        """Bytes of which a token must contain one to complete a duplicate item; empty = any token can, None = no token can."""
         if not any(container.items is not None for container in self._open):
             return None
         if self._open[-1].item_literals:

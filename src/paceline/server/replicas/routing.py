@@ -46,11 +46,11 @@ def prefix_key(body: bytes) -> int | None:
         return None
     if not isinstance(fields, Mapping):
         return None
-    beginning = _beginning(fields)
-    return None if beginning is None else int.from_bytes(hashlib.blake2b(json.dumps(beginning).encode(), digest_size=8).digest(), "big")
+    prefix = _prefix(fields)
+    return None if prefix is None else int.from_bytes(hashlib.blake2b(json.dumps(prefix).encode(), digest_size=8).digest(), "big")
 
 
-def _beginning(fields: Mapping[str, Any]) -> Any:
+def _prefix(fields: Mapping[str, Any]) -> Any:
     messages, prompt = fields.get("messages"), fields.get("prompt")
     if isinstance(given := fields.get("input"), list):  # a request to /v1/responses
         messages = given

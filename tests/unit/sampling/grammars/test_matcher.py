@@ -99,7 +99,7 @@ def wander(matcher: GrammarMatcher, right: Sequence[int], generator: np.random.G
 
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "schemas"])
-def test_grammar_mask_depends_on_the_text_only(name: str, seed: int, large_counts: bool, tally: Any) -> None:
+def test_grammar_mask_ignores_earlier_queries(name: str, seed: int, large_counts: bool, tally: Any) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(60 if large_counts else 6):
         grammar = GRAMMARS.get(name) or Grammar.json_schema(random_schema(generator))

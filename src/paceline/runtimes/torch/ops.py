@@ -1,4 +1,4 @@
-"""The `Blocks` of `runtimes/decoder.py` that compute tensors: the reference with which tests compare the native runtime."""
+"""The `Ops` of `runtimes/decoder.py` that compute tensors: the reference with which tests compare the native runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -50,8 +50,8 @@ _FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-class TorchBlocks:
-    """The blocks of one pass. Rows have the type of the weights."""
+class TorchOps:
+    """The operations of one pass. Rows have the type of the weights."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TorchBlocks:
         return scaled_embeddings(self._adapted.apply_to_embedding(token_ids, rows), self._config)
 
     def per_layer_embedding(self, name: str) -> torch.Tensor:
-        """See `Blocks`. The table is not loaded; only the needed rows are read."""
+        """See `Ops`. The table is not loaded; only the needed rows are read."""
         if self._token_ids is None:
             raise ValueError("a network with layer inputs needs the input token_ids")
         rows = self._weights.rows(name, per_layer_row_indices(self._token_ids, self._config))
@@ -116,7 +116,7 @@ class TorchBlocks:
         return (out if tails is None else torch.cat((out, _split_heads(tails, num_heads)), dim=-1)).flatten(-2)
 
     def rms_norm(self, x: torch.Tensor, name: str, epsilon: float | None = None) -> torch.Tensor:
-        """See `Blocks`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
+        """See `Ops`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
         return self.head_norm(x, name, 1, epsilon=epsilon)
 
     def layer_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -130,7 +130,7 @@ class TorchBlocks:
         return ((normed * weight).to(x.dtype) if self._config.has_norm_offset else weight * normed.to(x.dtype)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
-        """See `Blocks`. The rotated pairs are (j, j + R/2) of the first R values of each head."""
+        """See `Ops`. The rotated pairs are (j, j + R/2) of the first R values of each head."""
         key = rope, x.shape[-1] // num_heads
         if key not in self._cos_and_sin:
             self._cos_and_sin[key] = _cos_and_sin(*key, self._positions, x.dtype)
