@@ -92,7 +92,7 @@ def bench(**given: Any) -> None:
         if given["install_peers"]:
             from paceline.benchmarking.modes import install_peer
 
-            for name in _words(given["install_peers"]):
+            for name in _split(given["install_peers"]):
                 install_peer(name, print_notice)
             if not given["peer"]:
                 return
@@ -114,13 +114,13 @@ def _plan(given: Mapping[str, Any]) -> "BenchPlan":
     return BenchPlan(
         **{name: given[name] for name in (*same.split(), "minutes", "threads", "seed")},
         drafters=tuple(given["drafter"] or ()),
-        workloads=_words(given["workload"]),
+        workloads=_split(given["workload"]),
         temperatures=tuple(dict.fromkeys(numbers("temperature", given["temperature"], float))),
-        peers=_words(given["peer"]),
+        peers=_split(given["peer"]),
     )
 
 
-def _words(values: Sequence[str] | None) -> tuple[str, ...]:
+def _split(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for value in values or () for word in value.split(",") if word.strip())
 
 

@@ -132,12 +132,12 @@ def unserved_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     models = ", ".join(repr(model.name) for model in pool.models)
     for path, text in UNSERVED.items():
-        router.add_api_route(path, _refusal(text.format(models=models)), methods=["GET", "POST", "DELETE"])
+        router.add_api_route(path, _unserved(text.format(models=models)), methods=["GET", "POST", "DELETE"])
     return router
 
 
-def _refusal(text: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    async def refuse() -> Response:
+def _unserved(text: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    async def unserved() -> Response:
         raise HttpError(501, text, code="not_served")
 
-    return refuse
+    return unserved

@@ -77,7 +77,7 @@ class TokenTexts:
         }
 
     def prompt_entries(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token of the prompt the best ones and itself, by id; None for the first."""
+        """vLLM's `prompt_logprobs`: for each prompt token the top tokens and itself, by id; None for the first."""
         return [None if one is None else self._ranked(one) for one in logprobs]
 
     def _ranked(self, one: TokenLogprobs) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _insert_marks(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
-    """Insert a separator mark at each of the positions; return the new parts and the token ids of their marks."""
+    """Insert a separator mark at each of the positions; return the new parts and the token ids that replace the marks."""
     parts: list[str] = []
     ids: list[int | None] = []
     remaining_ids = iter(marked_ids)

@@ -157,7 +157,7 @@ class _AnswerRecorder:
         return max(batch_size(self.settings), min(1024, _SHARD_BYTES // (self.settings.max_tokens * self.features.width * 2)))
 
     def answers(self, prompts: Sequence[Prompt], temperatures: Sequence[float], *, first: int) -> list[Recorded]:
-        """Run prompts through the target and return their sequences."""
+        """Generate missing answers and record the target's features."""
         params = [
             SamplingParams(
                 max_tokens=self.settings.max_answer_tokens if one.answer_mask is None else 1,

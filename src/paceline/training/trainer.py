@@ -42,7 +42,7 @@ class Progress:
         elapsed_s: seconds of training, without estimates and checkpoints.
         total_steps: planned; 0 = not yet.
         history: one entry for every few steps.
-        estimates: estimates on held-out texts.
+        estimates: acceptance on held-out texts.
     """
 
     step: int = 0
@@ -224,7 +224,7 @@ class Trainer:
             return len(indices) * max(len(data.token_ids[index]) for index in indices)
 
         def num_scores(indices: list[int]) -> int:
-            """Return the number of attention scores, padding included: of each answer token with all positions."""
+            """Return the number of attention scores, answer tokens times positions, padding included."""
             return num_positions(indices) * max(int(data.is_answer[index].sum()) for index in indices)
 
         batches = epoch_batches(data, self.settings.seed, 0, self.settings.batch_tokens)

@@ -36,7 +36,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def _read_invoke(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse one call, whose tag is passed up to the name."""
+    """Parse one call, from the name in its tag on."""
     name = yield from stream.until('">')
     if not name or not name.isprintable():
         raise MalformedError

@@ -376,7 +376,7 @@ def all_pairs(factors: Factors) -> list[Pair]:
 
 
 def pairs_of(row: Mapping[str, str]) -> set[Pair]:
-    """Return the pairs of levels in a row."""
+    """Return the pairs of levels that a test row covers."""
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 

@@ -76,7 +76,7 @@ class NativeWeights:
             return packed.matrix(out, bias)
         tensor = self._weights[name + ".weight"]
         if isinstance(tensor, GroupedTensor):
-            return self._quantised_record(tensor.matrix, out, bias)
+            return self._row_major_matrix(tensor.matrix, out, bias)
         if name not in self._float_matrices:
             self._float_matrices[name] = self._round_to_type(tensor)
         values, kind = self._float_matrices[name]
@@ -114,8 +114,8 @@ class NativeWeights:
             return to_bf16(values), FLOAT_KINDS[WeightType.BF16]
         return values.astype(np.float16), FLOAT_KINDS[WeightType.F16]
 
-    def _quantised_record(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
-        """Return the record of a quantised matrix that is not in panels: row by row, with codes as unsigned bytes."""
+    def _row_major_matrix(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
+        """Return the struct of a quantised matrix stored row by row, not in panels, with codes as unsigned bytes."""
         zero_point, codes = matrix.zero_point, matrix.codes
         if matrix.bits == 4:
             unpacked = unpack_nibbles(codes.view(np.uint8))

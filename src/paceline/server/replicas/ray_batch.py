@@ -18,7 +18,7 @@ from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
 
 _MIN_BLOCKS_PER_REPLICA = 4  # at least: with fewer, one is idle while another has much left
-_LINES_PER_SAMPLE = 8  # of a block, at most, for each sample that runs at a time
+_LINES_PER_SAMPLE = 8  # a block has at most this many lines times `max_num_seqs`
 
 
 class BatchReplica:
