@@ -154,7 +154,8 @@ def test_async_engine_close_ends_open_requests_and_refuses_new_ones(serve: Serve
         stream = engine.stream([7] * 40, ENDLESS)
         await anext(stream)
         waiting = asyncio.create_task(engine.generate([[8], [9]], ENDLESS))
-        await asyncio.sleep(0.01)
+        while (stats := await engine.stats()).num_running + stats.num_waiting < 3:
+            await asyncio.sleep(0.01)
         await engine.close()
         assert [output.finish_reason for output in await waiting] == ["abort"] * 2
         _, tokens, output = await collect(stream)
