@@ -5,6 +5,7 @@ the target stay right for the head. Each slot stores a hash of the tokens up to 
 computed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +45,7 @@ class HeadSlots:
         return self.pending[0]
 
 
-class HeadCache:
+class HeadCache(ABC):
     """The cached slots of all requests of one target.
 
     Args:
@@ -92,9 +93,9 @@ class HeadCache:
         slots.num_observed = start + len(hidden_states)
         return slots
 
+    @abstractmethod
     def _new_slots(self, request: Request, start: int) -> HeadSlots:
         """Return the record of a new request whose first `start` positions are a prefix hit; their slots may be computed."""
-        raise NotImplementedError
 
     def _first_computed(self, request: Request, hashes: NDArray[np.uint64]) -> int:
         """Return the slot from which on all slots of a prefix are computed; `hashes` are those of its tokens."""

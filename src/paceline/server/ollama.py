@@ -357,7 +357,7 @@ class _OllamaAnswer:
         return {**_head(self.model), "response": text, **more}
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:
-        timing, usage, asked = output.timing, output.usage, self.fields.speculation
+        timing, usage, options = output.timing, output.usage, self.fields.speculation
         return {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
@@ -367,7 +367,7 @@ class _OllamaAnswer:
             "prompt_eval_duration": _nanoseconds(timing.prompt_s),
             "eval_count": usage.completion_tokens,
             "eval_duration": _nanoseconds(timing.decode_s),
-            "speculation": speculation_of([output], shows_origins=asked is not None and asked.origins),
+            "speculation": speculation_of([output], shows_origins=options is not None and options.origins),
         }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ TEMPLATE = "{{ messages[0]['content'] }}"
 def open_model(command: Any) -> Any:
     """Open the model with mistral.rs' `Runner`."""
     if command["precision"] not in QUANTISED:
-        raise loop.PeerError(f"{command['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
+        raise loop.PeerError(f"{command['precision']} is no precision that mistral.rs is measured in: {', '.join(QUANTISED)}")
     library = importlib.import_module("mistralrs")
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
