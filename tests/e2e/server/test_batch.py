@@ -78,7 +78,8 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def run(lines: list[Any], said: list[str] | None = None, **settings: Any) -> BatchResult:
         source = write_lines(tmp_path / "in", lines)
         watcher = Watcher(lambda text: None, (said if said is not None else []).append)
-        return run_batch({}, ServerSettings(**settings), source, tmp_path / "out", watcher)
+        arguments = {"model": "mini", "adapters": dict.fromkeys(engine.adapters, "a directory")}
+        return run_batch(arguments, ServerSettings(**settings), source, tmp_path / "out", watcher)
 
     return run
 
@@ -152,6 +153,8 @@ def test_batch_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
         run([request(0), request(1)], served_model_name="other")
+    with pytest.raises(ConfigError, match="this is 'other'"):  # also when no request is left to answer
+        run([request(0)], served_model_name="other")
 
 
 def test_batch_with_adapters_continues_after_a_stop(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
@@ -218,7 +221,7 @@ def test_killed_batch_continues_and_shows_progress_on_a_terminal(run: Run, tmp_p
 def test_batch_output_to_a_device_is_refused(tmp_path: Path, place: str) -> None:
     silent = Watcher(lambda text: None, lambda text: None)
     with pytest.raises(RequestError, match="is no regular file"):
-        run_batch({}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)
+        run_batch({"model": "mini"}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)
 
 
 def test_interrupted_batch_says_how_to_continue(tmp_path: Path) -> None:

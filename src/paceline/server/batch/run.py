@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from paceline.server.app import create_app
 from paceline.server.asgi_client import ForwardedRequest, call_app
 from paceline.server.batch.input_file import BadLine, BatchLine, Plan, plan_batch
 from paceline.server.batch.output_file import OutputFile
+from paceline.server.model_pool import served_model_name
 from paceline.server.settings import ServerSettings
 
 MAX_QUEUE = 100_000
@@ -108,26 +109,28 @@ def run_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Pa
         PacelineError: a file cannot be used, the model cannot be loaded, or the engine ended.
     """
     with OutputFile(target) as output:
-        plan = begin_batch(source, output, settings, watcher)
+        plan = begin_batch(arguments, settings, source, output, watcher)
         if plan.num_pending:
             asyncio.run(_answer_all(arguments, settings, plan, output, watcher))
         return BatchResult(plan.num_requests, output.finished.num_by_status, plan.bad)
 
 
-def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watcher: Watcher) -> Plan:
-    """Return the requests that are not answered yet, and warn of bad lines."""
+def begin_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Path, output: OutputFile, watcher: Watcher) -> Plan:
+    """Return the requests that are not answered yet, and warn of bad lines.
+
+    Raises:
+        RequestError: the batch file cannot be used.
+        ConfigError: the answers of the output are another batch's, or come from another model than this one or its adapters.
+    """
     plan = plan_batch(source, output.finished, settings.max_body_bytes)
+    model = settings.served_model_name or served_model_name(arguments["model"])
+    if others := sorted(output.finished.models - {model, *arguments.get("adapters", ())}):
+        found = f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}"
+        raise ConfigError(f"{found}: give another output file, or its adapter by that name")
     for bad in plan.bad:
         watcher.warn(f"line {bad.number} is left out: {bad.reason}")
     watcher.begin(plan.num_requests - plan.num_pending, plan.num_requests)
     return plan
-
-
-def check_model(output: OutputFile, model: str, adapters: Iterable[str]) -> None:
-    """Raise ConfigError if earlier answers come from another model than this one or its adapters."""
-    if others := sorted(output.finished.models - {model, *adapters}):
-        found = f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}"
-        raise ConfigError(f"{found}: give another output file, or its adapter by that name")
 
 
 async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, plan: Plan, output: OutputFile, watcher: Watcher) -> None:
@@ -136,7 +139,6 @@ async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, pl
         for notice in (*engine.loaded.notices, engine.loaded.banner):
             watcher.print_line(notice)
         app = create_app(engine, batch_settings(settings))
-        check_model(output, app.state.service.model, engine.adapters)
         num_at_once = _LINES_PER_SAMPLE * engine.loaded.engine.scheduler.limits.max_num_seqs
         await answer_lines(app, plan.lines(), num_at_once, output, watcher.advance)
     finally:

@@ -11,8 +11,7 @@ from paceline.errors import CapacityError, convert_library_errors
 from paceline.server.app import create_app
 from paceline.server.batch.input_file import BatchLine, Plan
 from paceline.server.batch.output_file import OutputFile
-from paceline.server.batch.run import BatchResult, Watcher, answer_line, batch_settings, begin_batch, check_model
-from paceline.server.model_pool import served_model_name
+from paceline.server.batch.run import BatchResult, Watcher, answer_line, batch_settings, begin_batch
 from paceline.server.replicas.ray_serve import actor_options, ray_cluster
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -58,9 +57,8 @@ def run_batch_on_replicas(
     """
     arguments = cluster.engine_arguments(arguments)
     with OutputFile(target) as output:
-        plan = begin_batch(source, output, settings, watcher)
+        plan = begin_batch(arguments, settings, source, output, watcher)
         if plan.num_pending:
-            check_model(output, settings.served_model_name or served_model_name(arguments["model"]), arguments.get("adapters", ()))
             with ray_cluster(cluster, arguments, part="data", debug=debug) as ray:
                 for line in _answered(ray, arguments, settings, cluster, plan):
                     output.append(line)
