@@ -7,7 +7,7 @@ from paceline.drafters import HEAD_OPENERS
 from paceline.drafters.head_kinds import HeadKind
 from paceline.models.containers.table import METHODS
 from paceline.models.families.table import FAMILIES
-from paceline.models.gguf.blocks import GROUPED_TYPES
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.multimodal import MULTIMODAL_MODELS
 from page_blocks import REPOSITORY, run
@@ -40,7 +40,7 @@ def forms() -> str:
             "| form | read from | held as |",
             "|---|---|---|",
             "| f32, f16, bf16 | safetensors, GGUF (F32, F16, BF16) | stored bytes, unpacked in registers |",
-            f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
+            f"| {', '.join(QUANTIZED_BLOCK_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.has_mxfp4_experts)} | the same |",
             *(f"| {method.title} | safetensors | {method.in_memory} |" for method in METHODS.values()),
             "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128, 64 or 32 columns |",
@@ -51,7 +51,7 @@ def forms() -> str:
 def refused() -> str:
     """What is known by name and refused: heads of methods without a drafter, and block types."""
     heads = [kind.value for kind in HeadKind if kind not in HEAD_OPENERS and kind is not HeadKind.LANGUAGE_MODEL]
-    blocks = [kind.name for kind in BLOCK_TYPES.values() if kind.name not in (*_PLAIN, *_NUMBERS, *GROUPED_TYPES)]
+    blocks = [kind.name for kind in BLOCK_TYPES.values() if kind.name not in (*_PLAIN, *_NUMBERS, *QUANTIZED_BLOCK_TYPES)]
     return f"* Heads of the methods {_named(heads)}.\n* GGUF block types {', '.join(blocks)}."
 
 

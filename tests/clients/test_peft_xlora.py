@@ -59,5 +59,5 @@ def test_x_lora_logits_and_tokens_equal_those_of_peft(written: Path, model: str)
         assert expected["cached_rows"].item() == 2 * len(ids)  # of either pass: what later rows see is not defined
     assert len(answers) > 2
     llm.close()
-    with pytest.raises(CheckpointError, match=r"layers\.0\.weight \[3, 64\] is missing.*PEFT 0\.21\.2 leaves such layers out"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight \[3, 64\] is missing.*PEFT 0\.21\.2 omits layers"):
         read_any_adapter(written / model / "saved", name="saved", config=config)

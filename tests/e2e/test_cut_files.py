@@ -44,7 +44,7 @@ def test_truncated_file_of_a_loaded_model_fails_the_request(tmp_path: Path) -> N
     assert len(lines) == 2
     for line in lines:
         assert line.startswith(f"ERROR {cut} has 4096 bytes and had ")
-        assert "put the whole file back and load the model again" in line
+        assert "restore the file and load the model again" in line
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")

@@ -49,10 +49,10 @@ def test_doctor_checks_an_adapter_to_merge(target: Path, of_target: Path, of_dra
     assert (code, facts["merged_adapter"]["name"], facts["merged_adapter"]["num_products"]) == (0, "wide", 2)
     assert ask("--model", target)[1]["merged_adapter"] is None
     assert "merged wide: fits; 2 products of rank 4 at most" in (said := text("--model", target, "--merge-adapter", of_target))
-    assert "another target than the model with a separate adapter" in said
+    assert "tokens may differ from those with a separate adapter" in said
     code, facts = ask("--model", target, "--merge-adapter", of_draft)
     assert (code, facts["works"]) == (1, False)
-    assert "adapts nothing in 1 module: model.layers.1.self_attn.q_proj" in facts["problems"][0]
+    assert "does not adapt 1 module: model.layers.1.self_attn.q_proj" in facts["problems"][0]
 
 
 def test_doctor_counts_merged_gguf_matrices_as_float16(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def with_matrix(name: str) -> Change:
         (None, {"centroid_top_k": "four"}, "centroid_top_k = 'four'"),
         (None, {"block_count": 5, "nextn_predict_layers": 5}, "attention.shared_kv_layers = 4, expected all 5 layers"),
         (None, {"block_count": None}, "has no metadata gemma4-assistant.block_count"),
-        (None, {"block_count": 2**31 - 1}, "block_count = 2147483647, expected at most as many as the file has tensors"),
+        (None, {"block_count": 2**31 - 1}, "block_count = 2147483647, expected at most the number of tensors"),
         (None, {"nextn_predict_layers": 1}, "nextn_predict_layers = 1, expected all 4 layers"),
         (None, {"attention.shared_kv_layers": 2}, "attention.shared_kv_layers = 2, expected all 4 layers"),
         (None, {"embedding_length": 48}, r"token_embd.weight has shape \[96, 32\], expected \[vocabulary, 48\]"),
@@ -230,7 +230,7 @@ def test_damaged_gguf_assistant_is_refused_in_one_line(
 
 def test_gguf_assistant_is_refused_as_a_target(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     path = write_gguf_assistant(pair_of("dense")[1], tmp_path / "assistant.gguf")
-    with pytest.raises(CheckpointError, match="holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter"):
+    with pytest.raises(CheckpointError, match="holds an assistant, a drafter for a Gemma 4 model: pass the file as its drafter"):
         read_model_config(path)
 
 

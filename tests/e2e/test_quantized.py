@@ -10,7 +10,7 @@ import paceline.llm
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
-from paceline.models.storage.quantized_cache import FOLDER
+from paceline.models.storage.quantized_cache import CACHE_FOLDER
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
@@ -48,10 +48,10 @@ def test_quantised_target_gives_the_same_text_every_time(open_llm: Open) -> None
 def test_quantised_weights_are_cached(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     first = ids(open_llm(quantization="int4"))
-    (kept,) = (tmp_path / FOLDER).iterdir()
+    (kept,) = (tmp_path / CACHE_FOLDER).iterdir()
     written = kept.stat().st_mtime_ns
     assert ids(open_llm(quantization="int4")) == first
-    assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
+    assert [path.stat().st_mtime_ns for path in (tmp_path / CACHE_FOLDER).iterdir()] == [written]
 
 
 def test_requantize_equals_loading_with_that_quantization(open_llm: Open) -> None:

@@ -317,7 +317,7 @@ def test_adapter_with_overflowing_values_fails_its_requests_only() -> None:
     with LLM("mini", drafter="none", threads=1) as llm:
         huge = make_adapter("huge", llm.runtime.config, seed=1, rank=2)
         llm.engine.add_adapter(
-            replace(huge, low_rank_updates={name: replace(one, up=one.up * 1e20) for name, one in huge.low_rank_updates.items()})
+            replace(huge, low_rank_updates={name: replace(one, lora_b=one.lora_b * 1e20) for name, one in huge.low_rank_updates.items()})
         )
         expected = llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids
         with pytest.raises(

@@ -216,7 +216,7 @@ class QuantizedCacheFile(Kind):
 
     def prepare(self) -> None:
         from paceline.config import QuantOptions
-        from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
+        from paceline.models.storage.quantized_cache import CACHE_FOLDER, quantized_weights
         from paceline.models.weights import as_float32
 
         rng = np.random.default_rng(0)
@@ -224,7 +224,7 @@ class QuantizedCacheFile(Kind):
         self.weights = self._weights({f"layers.{layer}.q_proj.weight": rng.normal(size=(96, 128)).astype(np.float32) for layer in range(2)})
         found = quantized_weights(self.weights, self.options, self.folder)
         self.expected = {name: as_float32(found[name]).copy() for name in found}
-        (self.file,) = (self.folder / FOLDER).iterdir()
+        (self.file,) = (self.folder / CACHE_FOLDER).iterdir()
         self.valid = self.file.read_bytes()
 
     @property

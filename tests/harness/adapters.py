@@ -9,7 +9,7 @@ import numpy as np
 from harness.engine_traffic import check_engine
 from paceline import LLM
 from paceline.engine.inputs import RequestOptions
-from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.adapter import Adapter, LowRankUpdate
 from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig
 from paceline.outputs import RequestOutput
@@ -56,15 +56,17 @@ def make_adapter(
         experts: whether those of a mixture are changed too.
     """
     random = np.random.default_rng(seed)
-    shapes = {name: module.shape for module in target_modules(config).values() for name, rows in module.parts.items() if rows is None}
+    shapes = {
+        name: module.shape for module in target_modules(config).values() for name, rows in module.rows_by_matrix.items() if rows is None
+    }
 
     def normal(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return random.standard_normal(shape).astype(np.float32)
 
-    def low_rank(outputs: int, columns: int) -> LowRank:
-        return LowRank(normal(rank, columns) / np.float32(columns**0.5), normal(outputs, rank) * np.float32(strength / rank**0.5))
+    def low_rank(outputs: int, columns: int) -> LowRankUpdate:
+        return LowRankUpdate(normal(rank, columns) / np.float32(columns**0.5), normal(outputs, rank) * np.float32(strength / rank**0.5))
 
-    products, offsets = dict[str, LowRank](), {}
+    products, offsets = dict[str, LowRankUpdate](), {}
     for own, shape in shapes.items():
         part, in_layer = own.rpartition(".")[2], own.startswith("layers.") and (experts or ".experts." not in own)
         if in_layer and part in parts:
@@ -73,7 +75,7 @@ def make_adapter(
             offsets[own] = normal(shape[0]) * np.float32(0.1)
     vocab_size, hidden = shapes["embed_tokens"]
     if embedding:
-        products["embed_tokens"] = LowRank(normal(rank, vocab_size), normal(hidden, rank) * np.float32(0.01))
+        products["embed_tokens"] = LowRankUpdate(normal(rank, vocab_size), normal(hidden, rank) * np.float32(0.01))
     if lm_head:
         products["lm_head"] = low_rank(vocab_size, hidden)
     saved = {name: normal(vocab_size, hidden) * np.float32(0.05) for name in saves}

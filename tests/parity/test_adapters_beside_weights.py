@@ -14,7 +14,7 @@ from harness.gemma3n_checkpoints import GEMMA3N
 from harness.gemma4_checkpoints import GEMMA4
 from harness.hybrid_checkpoints import CASES as HYBRIDS
 from paceline import BackendUnavailableError, ConfigError, QuantOptions
-from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.adapter import Adapter, LowRankUpdate
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType
@@ -148,7 +148,7 @@ def test_quantised_weights_are_unchanged_by_a_separate_adapter(opened: Opened) -
 def test_adapter_that_replaces_and_updates_a_matrix_is_refused(opened: Opened) -> None:
     config, weights = opened("llama")
     table = np.zeros((config.vocab_size, config.hidden_size), np.float32)
-    low = LowRank(np.zeros((2, config.vocab_size), np.float32), np.zeros((config.hidden_size, 2), np.float32))
+    low = LowRankUpdate(np.zeros((2, config.vocab_size), np.float32), np.zeros((config.hidden_size, 2), np.float32))
     adapter = Adapter("one", b"key", {"embed_tokens": low}, {}, {"embed_tokens": table})
     for make in RUNTIMES.values() if kernels_path() is not None else [by_torch]:
         with pytest.raises(ConfigError, match=r"'one' replaces and updates embed_tokens, which .*merge_adapter"):

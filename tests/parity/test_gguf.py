@@ -20,7 +20,7 @@ from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import GROUPED_TYPES
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.rope_config import RopeType
 from paceline.models.storage.quantized_cache import quantized_weights
@@ -215,11 +215,11 @@ def test_gguf_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, num_hidden_layers=4, **sizes)
-    names, path = cycle(sorted(GROUPED_TYPES)), tmp_path / "mixed.gguf"
+    names, path = cycle(sorted(QUANTIZED_BLOCK_TYPES)), tmp_path / "mixed.gguf"
     plain = write_gguf(directory, tmp_path / "plain.gguf")
     stored = with_random_blocks(plain, path, lambda _: next(names), np.random.default_rng(seed))
     weights = open_weights(path, read_model_config(path))
-    assert {block_type for block_type, _ in stored.values()} == set(GROUPED_TYPES)
+    assert {block_type for block_type, _ in stored.values()} == set(QUANTIZED_BLOCK_TYPES)
     block_type, blocks = stored["blk.1.attn_q.weight"]
     values = dequantize(blocks, block_type)
     ours = values.reshape(8, 16, 2, 256).swapaxes(1, 2).reshape(256, 256)

@@ -143,12 +143,12 @@ class HeadFiles:
         """
         tensor = self.tensors[name]
         if tensor.dtype == "F64":
-            return Tensor(tensor.open().astype(np.float32), WeightType.F32, tensor.shape)
+            return Tensor(tensor.read_values().astype(np.float32), WeightType.F32, tensor.shape)
         if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is of type {tensor.dtype}, supported are {', '.join(FLOAT_TYPES)}: use an unquantised head"
             )
-        return Tensor(tensor.open(), FLOAT_TYPES[tensor.dtype], tensor.shape)
+        return Tensor(tensor.read_values(), FLOAT_TYPES[tensor.dtype], tensor.shape)
 
     def matrix(self, name: str, num_threads: int = 1) -> AnyTensor:
         """Open a floating-point tensor, or a quantised matrix of a GGUF file, which stays quantised.
@@ -173,7 +173,7 @@ class HeadFiles:
             raise CheckpointError(f"{self.path}: tensor {name!r} is of type {tensor.dtype}, expected whole numbers; is it another head's?")
         if len(tensor.shape) != 1:
             raise CheckpointError(f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, expected a row; is it another head's?")
-        return tensor.open().astype(np.int64)
+        return tensor.read_values().astype(np.int64)
 
     def check_shapes(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]] | None = None) -> None:
         """Check that all required tensors are there, and that required and optional tensors have these shapes.
@@ -239,7 +239,7 @@ def _read_gguf_values(name: str, source: TensorSource) -> NDArray[Any]:
         types = ", ".join(FLOAT_TYPES)
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {types}; download the file again")
     values = tensor.data.view(np.dtype(item_type)).reshape(source.shape)
-    values = values if source.rows is None else values[source.rows()]
+    values = values if source.row_order is None else values[source.row_order()]
     if name == "d2t" and values.ndim == 1 and values.dtype.kind in "iu":
         return values - np.arange(len(values))
     return values if values.flags.aligned else values.copy()

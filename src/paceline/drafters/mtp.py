@@ -206,7 +206,7 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
 
 
 def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
-    return np.ascontiguousarray(stack.open()[expert, first : first + count])
+    return np.ascontiguousarray(stack.read_values()[expert, first : first + count])
 
 
 def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFiles:
@@ -230,7 +230,7 @@ def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFile
 
 
 def _read_part(whole: FileTensor, part: str, rows: Rows) -> NDArray[Any]:
-    array = whole.open()[rows]
+    array = whole.read_values()[rows]
     return np.ascontiguousarray(array.T if is_transposed(part) else array)
 
 

@@ -19,7 +19,7 @@ from paceline.hub import resolve_model
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
-from paceline.models.adapters.read import check_name
+from paceline.models.adapters.read import check_adapter_name
 from paceline.models.adapters.xlora import is_xlora, read_any_adapter
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import WeightType
@@ -108,7 +108,7 @@ class LoadedEngine:
         Raises:
             CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
         """
-        check_name(name)
+        check_adapter_name(name)
         given: object = directory
         if not isinstance(given, str | os.PathLike) or not os.fspath(given):
             raise ConfigError(f"the adapter's directory is {given!r}: give the path of one, such as 'adapters/sql'")

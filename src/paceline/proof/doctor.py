@@ -25,7 +25,7 @@ from paceline.models.adapters.read import read_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import mean_weight_bits
-from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
+from paceline.models.storage.quantized_cache import CACHE_FOLDER, cached_bytes
 from paceline.prompt_file import PromptLine
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from paceline.proof.measured_speedup import PromptError
@@ -86,11 +86,11 @@ class AdapterDiagnosis:
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
         """Return the facts of an adapter."""
-        arrays = [array for one in adapter.low_rank_updates.values() for array in (one.down, one.up)]
+        arrays = [array for one in adapter.low_rank_updates.values() for array in (one.lora_a, one.lora_b)]
         arrays += [*adapter.biases.values(), *adapter.replacements.values()]
         mixture = adapter.mixture
         arrays += [] if mixture is None else [array for layer in mixture.classifier for array in layer]
-        largest = max((len(one.down) for one in adapter.low_rank_updates.values()), default=0)
+        largest = max((len(one.lora_a) for one in adapter.low_rank_updates.values()), default=0)
         counts = len(adapter.low_rank_updates), len(adapter.biases), len(adapter.replacements)
         num_mixed = 0 if mixture is None else mixture.num_adapters
         return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
@@ -332,7 +332,7 @@ def _cache_notes() -> list[str]:
     if directory is None or limit == 0:
         return []
     return [
-        f"quantised weights are kept in {directory / FOLDER} for the next time: {cached_bytes(directory) / _GIGABYTE:.3g} GB of at most "
+        f"quantised weights are kept in {directory / CACHE_FOLDER} for next time: {cached_bytes(directory) / _GIGABYTE:.3g} GB of at most "
         f"{limit / _GIGABYTE:.3g} now (PACELINE_CACHE_GB; 0 keeps none)"
     ]
 

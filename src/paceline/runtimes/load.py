@@ -140,8 +140,8 @@ def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, optio
         config,
         adapter,
         weight_type=weight_type,
-        type_if_quantised=WeightType.F16 if is_f16 else None,
-        is_quantised_next=is_quantised,
+        type_if_quantized=WeightType.F16 if is_f16 else None,
+        caller_quantizes=is_quantised,
     )
     return merged_config(config, adapter), merged
 

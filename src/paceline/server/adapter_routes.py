@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from paceline.errors import CapacityError, PacelineError
-from paceline.models.adapters.read import MAX_NAME_LEN
+from paceline.models.adapters.read import MAX_ADAPTER_NAME_LEN
 from paceline.server.answering import read_request
 from paceline.server.errors import HttpError
 from paceline.server.fields import Fields
@@ -36,8 +36,8 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
         """Load the adapter of a directory on the server's machine; requests name it as their model."""
         fields = await read_request(request, pool, LoadFields)
         name = fields.lora_name
-        if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or service.is_own_name(name):
-            text = f"lora_name must be a name of 1 to {MAX_NAME_LEN} printable characters that is not the model's own"
+        if not name.strip() or not name.isprintable() or len(name) > MAX_ADAPTER_NAME_LEN or service.is_own_name(name):
+            text = f"lora_name must be a name of 1 to {MAX_ADAPTER_NAME_LEN} printable characters that is not the model's own"
             raise HttpError(400, text, parameter="lora_name", code="invalid_value")
         if not fields.lora_path or "\0" in fields.lora_path or len(fields.lora_path) > MAX_PATH_LEN:
             text = f"lora_path must be a directory on the server's machine, of 1 to {MAX_PATH_LEN} characters"

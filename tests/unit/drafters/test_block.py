@@ -329,7 +329,7 @@ def test_auto_uses_the_gguf_block_drafter_next_to_its_target(is_file: bool, fold
 def test_gguf_drafter_given_as_model_gets_a_hint(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors())
-    with pytest.raises(CheckpointError, match=r"holds a drafter \(dflash\): pass it as the drafter of the model it is for"):
+    with pytest.raises(CheckpointError, match=r"holds a drafter \(dflash\): pass it as the drafter of its target"):
         read_model_config(tmp_path / "drafter.gguf")
 
 

@@ -120,8 +120,8 @@ PROJECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "holds 1 tensor: target_proj.bias that",
     ),
     "whole numbers": ({"target_proj.weight": torch.zeros(64, 192, dtype=torch.int8)}, "is of type I8, supported are"),
-    "sparse": ({"target_proj.weight": torch.zeros(64, 192).to_sparse()}, "tensor 'target_proj.weight' is sparse or has no values"),
-    "without values": ({"target_proj.weight": torch.zeros(64, 192, device="meta")}, "is sparse or has no values"),
+    "sparse": ({"target_proj.weight": torch.zeros(64, 192).to_sparse()}, "tensor 'target_proj.weight' is not a dense tensor with values"),
+    "without values": ({"target_proj.weight": torch.zeros(64, 192, device="meta")}, "is not a dense tensor with values"),
     "code": ({"target_proj.weight": Path("/etc/passwd")}, "cannot be read as a file of tensors"),
 }
 

@@ -115,7 +115,7 @@ FILES: dict[str, tuple[Tensors, str]] = {
     "rows": ({"lm_head.weight": np.zeros((98, 64), np.float32)}, r"lm_head\.weight \[98, 64\] instead of \[97, 64\]"),
     "bias": (
         {f"{QUERIES[1]}.lora_B.bias": np.zeros(64, np.float32)},
-        r"holds 1 tensor: .*layers\.1\.self_attn\.q_proj\.lora_B\.bias that .*adapter_config\.json does not ask for: set lora_bias",
+        r"holds 1 tensor: .*layers\.1\.self_attn\.q_proj\.lora_B\.bias without lora_bias in .*adapter_config\.json: set lora_bias",
     ),
     "twice": ({f"{QUERIES[0]}.lora_A.default.weight": np.zeros((4, 64), np.float32)}, "which are the same"),
     "nan": ({f"{QUERIES[0]}.lora_A.weight": np.full((4, 64), np.nan, np.float32)}, "lora_A.weight holds NaN or infinite values"),
@@ -165,7 +165,7 @@ def test_adapter_file_that_is_a_pipe_or_link_loop_is_refused(name: str, tmp_path
 def test_bytes_after_the_last_adapter_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
-    with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
+    with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which is invalid"):
         read(tmp_path)
 
 
@@ -173,7 +173,9 @@ def test_adapter_for_another_number_of_layers_is_refused(tmp_path: Path) -> None
     adapter = write_adapter(tmp_path, of_queries(), base_model_name_or_path="owner/base")
     with pytest.raises(CheckpointError, match=r"layers\.1\..* use it with the model it was made for, 'owner/base'"):
         read(adapter, make_config(num_layers=1))
-    with pytest.raises(CheckpointError, match=r"adapts nothing in 1 module: model\.layers\.2\.self_attn\.q_proj that .* names"):
+    with pytest.raises(
+        CheckpointError, match=r"does not adapt 1 module: model\.layers\.2\.self_attn\.q_proj of this model that .* selects"
+    ):
         read(adapter, make_config(num_layers=3))
 
 
@@ -227,7 +229,7 @@ def test_adapter_cache_key_depends_on_every_value(tmp_path: Path) -> None:
 def test_adapter_base_layer_bias_without_model_weights_is_refused(tmp_path: Path) -> None:
     config = make_config(num_layers=LAYERS, attention={"bias": True})
     adapter = write_adapter(tmp_path, {**of_queries(), f"{QUERIES[0]}.base_layer.bias": np.ones(64, np.float32)}, bias="lora_only")
-    with pytest.raises(ConfigError, match="which they are compared with: give its weights"):
+    with pytest.raises(ConfigError, match="pass `weights`, which they are compared with"):
         read(adapter, config)
     weights = random_weights(config)
     found = read(adapter, config, weights=weights)
@@ -239,7 +241,7 @@ def test_merged_adapter_matrices_are_quantised_after_merging(tmp_path: Path) -> 
     adapter = read(write_adapter(tmp_path, of_queries()))
     ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
     low = adapter.low_rank_updates["layers.0.self_attn.q_proj"]
-    whole = as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down
+    whole = as_float32(base["layers.0.q_proj.weight"]) + low.lora_b @ low.lora_a
     found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group_size=64)
     assert isinstance(found, GroupedTensor)
     assert np.array_equal(found.matrix.codes, expected.codes)
@@ -262,7 +264,7 @@ def test_quantised_weight_cache_is_separate_for_each_merged_adapter(tmp_path: Pa
         merged = MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32)
         found = quantized_weights(merged, options, tmp_path / "cache", files=[tmp_path / "6" / "adapter_config.json"])
         low = adapter.low_rank_updates["layers.0.self_attn.q_proj"]
-        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group_size=64)
+        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.lora_b @ low.lora_a, bits=8, group_size=64)
         assert np.array_equal(found["layers.0.q_proj.weight"].matrix.codes, expected.codes)  # type: ignore[union-attr]
     assert len(os.listdir(tmp_path / "cache" / "quantised")) == 2
 
@@ -273,19 +275,25 @@ MODULES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("s
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"names": ("q_proj",)}, lambda name: name.endswith("q_proj")),
-        ({"names": ("proj",)}, lambda name: False),
-        ({"names": "all-linear"}, lambda name: name != "lm_head"),
-        ({"names": r".*\.layers\.(1|11)\..*"}, lambda name: ".1." in name or ".11." in name),
-        ({"names": ("q_proj", "lm_head"), "layers": (1,)}, lambda name: name in ("model.layers.1.self_attn.q_proj", "lm_head")),
-        ({"names": ("q_proj",), "layers": (1,), "layers_pattern": ("blocks",)}, lambda name: False),
-        ({"names": ("q_proj",), "excluded": r".*\.[0-8]\..*"}, lambda name: name.endswith("q_proj") and int(name.split(".")[2]) > 8),
-        ({"names": "all-linear", "saved": ("mlp",)}, lambda name: name.endswith("q_proj")),
+        ({"target_modules": ("q_proj",)}, lambda name: name.endswith("q_proj")),
+        ({"target_modules": ("proj",)}, lambda name: False),
+        ({"target_modules": "all-linear"}, lambda name: name != "lm_head"),
+        ({"target_modules": r".*\.layers\.(1|11)\..*"}, lambda name: ".1." in name or ".11." in name),
+        (
+            {"target_modules": ("q_proj", "lm_head"), "layers_to_transform": (1,)},
+            lambda name: name in ("model.layers.1.self_attn.q_proj", "lm_head"),
+        ),
+        ({"target_modules": ("q_proj",), "layers_to_transform": (1,), "layers_pattern": ("blocks",)}, lambda name: False),
+        (
+            {"target_modules": ("q_proj",), "exclude_modules": r".*\.[0-8]\..*"},
+            lambda name: name.endswith("q_proj") and int(name.split(".")[2]) > 8,
+        ),
+        ({"target_modules": "all-linear", "modules_to_save": ("mlp",)}, lambda name: name.endswith("q_proj")),
     ],
 )  # fmt: skip
 def test_adapter_target_modules_are_selected_as_in_peft(settings: dict[str, Any], expected: Any) -> None:
-    nothing: dict[str, Any] = {"excluded": (), "saved": (), "layers": (), "layers_pattern": ()}
-    found = ModuleSelector(path=Path("adapter_config.json"), **{**nothing, **settings}).select(MODULES)
+    nothing: dict[str, Any] = {"exclude_modules": (), "modules_to_save": (), "layers_to_transform": (), "layers_pattern": ()}
+    found = ModuleSelector(path=Path("adapter_config.json"), **{**nothing, **settings}).select_modules(MODULES)
     assert sorted(found) == sorted(filter(expected, MODULES))
 
 

@@ -9,14 +9,14 @@ from harness.gguf_checkpoints import HALVES, dequantize, random_blocks, write_ha
 from paceline.errors import BackendUnavailableError, CheckpointError
 from paceline.models.gguf import blocks as gguf_blocks
 from paceline.models.gguf import codebook_blocks
-from paceline.models.gguf.blocks import GROUPED_TYPES, convert_blocks_to_groups, grouped_matrix_size
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
 gguf = pytest.importorskip("gguf")
 
 NUM_ROWS, COLUMNS = 37, 512
-BY_TYPE = pytest.mark.parametrize("name", GROUPED_TYPES)
+BY_TYPE = pytest.mark.parametrize("name", QUANTIZED_BLOCK_TYPES)
 
 
 def block_type(name: str) -> BlockType:
@@ -96,7 +96,7 @@ def test_gguf_block_scale_that_is_not_finite_is_refused(name: str, number: float
 
 def test_unsupported_gguf_block_type_error_lists_the_supported_ones() -> None:
     with pytest.raises(
-        CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: get the model in one of them"
+        CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: use such a file"
     ):
         convert_blocks_to_groups(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
 
@@ -104,7 +104,7 @@ def test_unsupported_gguf_block_type_error_lists_the_supported_ones() -> None:
 def test_gguf_codebook_block_type_names_the_required_package(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook_blocks._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS take the package gguf to read: .*\[gguf\]"):
+    with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS need the package gguf: .*\[gguf\]"):
         convert_blocks_to_groups(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
 
 

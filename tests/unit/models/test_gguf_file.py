@@ -14,7 +14,7 @@ from paceline import LLM
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
-from paceline.models.gguf.header import MAX_ITEMS, MAX_TEXT_BYTES
+from paceline.models.gguf.header import MAX_ARRAY_ITEMS, MAX_TEXT_BYTES
 
 gguf = pytest.importorskip("gguf")
 
@@ -86,7 +86,7 @@ def test_gguf_vocabulary_files_of_llama_cpp_open(shared_dir: Path, large_counts:
 
 
 DAMAGE: dict[str, tuple[int, str, int, str]] = {
-    "another format": (0, "<I", 0x04034B50, r"begins with b'PK\\x03\\x04', a GGUF file with b'GGUF'"),
+    "another format": (0, "<I", 0x04034B50, r"begins with b'PK\\x03\\x04' instead of b'GGUF'"),
     "an old version": (4, "<I", 1, "GGUF version 1, supported are 2 and 3, little-endian"),
     "a big-endian file": (4, "<I", 3 << 24, "GGUF version 50331648, supported are 2 and 3, little-endian"),
     "too many tensors": (8, "<Q", 2**40, r"1099511627776 tensors in a file of \d+ bytes, at most \d+ are possible"),
@@ -127,7 +127,7 @@ def damaged_tensor(path: Path, field: int, number: int) -> Path:
         (0, 0, "tensor 'bbbb' has 0 dimensions, expected 1 to 4"),
         (4, 0, r"tensor 'bbbb' has shape \[0\]; every size must be at least 1"),
         (4, 2**62, r"tensor 'bbbb' of type F32 and shape \[4611686018427387904\] is at bytes \d+ to \d+ of \d+"),
-        (12, 4, "tensor 'bbbb' is of type 4, which is not known"),
+        (12, 4, "tensor 'bbbb' is of unknown type 4"),
         (12, 8, r"tensor 'bbbb' has shape \[8\]; .* rows of type Q8_0 a multiple of 32"),
         (16, 8, "tensor 'bbbb' is at offset 8, which is no multiple of the alignment 32"),
         (16, 0, "tensors 'aaaa' and 'bbbb' overlap|tensors 'bbbb' and 'aaaa' overlap"),
@@ -263,7 +263,7 @@ def test_llama_gguf_file_opens_with_scalar_and_array_metadata(tmp_path: Path) ->
         ({"embedding_length": 0}, "llama.embedding_length = 0, expected a number above 0"),
         ({"embedding_length": "64"}, "llama.embedding_length = '64', expected a number above 0"),
         ({"embedding_length": 32}, r"token_embd.weight has shape \[50, 64\], expected \[vocabulary, 32\]"),
-        ({"block_count": 2**30}, "llama.block_count = 1073741824, expected at most as many as the file has tensors, 11"),
+        ({"block_count": 2**30}, "llama.block_count = 1073741824, expected at most the number of tensors, 11"),
         ({"attention__head_count_kv": [2, 1]}, r"llama.attention.head_count_kv = \[2, 1\], expected the same whole number"),
         ({"attention__head_count_kv": 3}, "llama.attention.head_count = 4 must be a multiple of llama.attention.head_count_kv = 3"),
         ({"attention__value_length": 8}, "llama.attention.value_length = 8, expected the size of keys, 16"),
@@ -273,7 +273,7 @@ def test_llama_gguf_file_opens_with_scalar_and_array_metadata(tmp_path: Path) ->
         ({"final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0 is not supported for llama, only 0.0 is"),
         ({"embedding_scale": 12.0}, "llama.embedding_scale = 12.0 is not supported for llama, only 0.0 and 1.0 are"),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base = nan, expected a number above 0"),
-        ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "rope_freqs.weight holds a number that is not above 0"),
+        ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "rope_freqs.weight holds a value that is not finite and above 0"),
         (
             {"extra": {"rope_freqs.weight": np.ones(4, np.float32)}},
             r"rope_freqs.weight is of type F32 and shape \[4\], expected F32 .*\[8\]",
@@ -319,13 +319,13 @@ def test_gguf_metadata_values_are_bounded_for_files_of_gigabytes(tmp_path: Path)
     large, path = 1 << 31, tmp_path / "model.gguf"
     start = time.perf_counter()
     tracemalloc.start()
-    numbers = open_gguf(header_of(path, array, struct.pack("<IQ", byte, MAX_ITEMS + 1), size=large)).metadata
-    with pytest.raises(CheckpointError, match=f"an array of {MAX_ITEMS + 1} numbers, at most {MAX_ITEMS} are possible"):
+    numbers = open_gguf(header_of(path, array, struct.pack("<IQ", byte, MAX_ARRAY_ITEMS + 1), size=large)).metadata
+    with pytest.raises(CheckpointError, match=f"an array of {MAX_ARRAY_ITEMS + 1} numbers, at most {MAX_ARRAY_ITEMS} are possible"):
         numbers["test.value"]
     text = open_gguf(header_of(path, string, struct.pack("<Q", MAX_TEXT_BYTES + 1), size=large)).metadata
     with pytest.raises(CheckpointError, match=f"has {MAX_TEXT_BYTES + 1} bytes, at most {MAX_TEXT_BYTES} are possible"):
         text["test.value"]
-    for texts in (struct.pack("<IQ", string, MAX_ITEMS + 1), struct.pack("<IQQ", string, 2, 1 << 30)):
+    for texts in (struct.pack("<IQ", string, MAX_ARRAY_ITEMS + 1), struct.pack("<IQQ", string, 2, 1 << 30)):
         with pytest.raises(CheckpointError, match=r"entries, \d+ in all metadata|all of them may have"):
             open_gguf(header_of(path, array, texts, size=large))
     assert tracemalloc.get_traced_memory()[1] < 1_000_000

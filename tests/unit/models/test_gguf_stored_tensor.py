@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from harness.gguf_checkpoints import dequantize, random_blocks
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import GROUPED_TYPES
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
-from paceline.models.gguf.stored_tensor import TensorSource, order_digest_input, read_tensor, tensor_info
+from paceline.models.gguf.stored_tensor import TensorSource, order_digest_bytes, read_tensor, tensor_info
 from paceline.models.weights import GroupedTensor, Tensor, as_float32
 
 gguf = pytest.importorskip("gguf")
@@ -28,18 +28,18 @@ def tiled(size: int) -> NDArray[np.int64]:
     return np.arange(COLUMNS).reshape(-1, 2, size).swapaxes(0, 1).reshape(-1)
 
 
-@pytest.mark.parametrize("block_type", GROUPED_TYPES)
+@pytest.mark.parametrize("block_type", QUANTIZED_BLOCK_TYPES)
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_gguf_columns_are_reordered_as_whole_groups_or_as_floats(block_type: str, size: int, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), block_type, ROWS, COLUMNS, scale=0.01)
     expected = dequantize(raw, block_type)[:, tiled(size)]
-    source = TensorSource(tensor_of(block_type, raw), (ROWS, COLUMNS), columns=partial(tiled, size))
+    source = TensorSource(tensor_of(block_type, raw), (ROWS, COLUMNS), column_order=partial(tiled, size))
     made = read_tensor("layers.0.o_proj.weight", source, regroup=False, num_threads=1)
     assert np.array_equal(as_float32(made), expected)
     assert isinstance(made, GroupedTensor) is (size % 32 == 0)
     facts = tensor_info(source, regroup=False)
     assert (facts.weight_type, facts.nbytes) == (WeightType.F32, made.nbytes)
-    assert order_digest_input(source).tobytes() != order_digest_input(TensorSource(source.tensor, source.shape)).tobytes()
+    assert order_digest_bytes(source).tobytes() != order_digest_bytes(TensorSource(source.tensor, source.shape)).tobytes()
 
 
 @pytest.mark.parametrize("block_type", ["F32", "BF16", "Q4_K"])
@@ -53,7 +53,7 @@ def test_gguf_rows_can_be_selected_and_reordered(block_type: str, seed: int) -> 
         else gguf.quants.quantize(random.normal(size=(ROWS, COLUMNS)).astype(np.float32), kind).view(np.uint8)
     )
     rows = np.array([7, 0, 11, 3])
-    source = TensorSource(tensor_of(block_type, raw), (4, COLUMNS), rows=lambda: rows)
+    source = TensorSource(tensor_of(block_type, raw), (4, COLUMNS), row_order=lambda: rows)
     made = read_tensor("layers.0.q_proj.weight", source, regroup=False, num_threads=2)
     assert isinstance(made, GroupedTensor if is_grouped else Tensor)
     assert np.array_equal(as_float32(made), gguf.quants.dequantize(raw, kind)[rows])

@@ -20,7 +20,7 @@ from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.storage import quantized_cache
-from paceline.models.storage.quantized_cache import FOLDER, cached_bytes, quantized_weights
+from paceline.models.storage.quantized_cache import CACHE_FOLDER, cached_bytes, quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
 INT4 = QuantOptions(bits=4)
@@ -44,7 +44,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
 
 
 def files_of(directory: Path) -> list[Path]:
-    return sorted((directory / FOLDER).iterdir())
+    return sorted((directory / CACHE_FOLDER).iterdir())
 
 
 def only_file(directory: Path) -> Path:
@@ -257,8 +257,8 @@ def test_unwritable_quantised_cache_gives_a_notice_and_still_loads(tmp_path: Pat
     weights = make_weights()
     assert_same(quantized_weights(weights, INT4, blocked, notices=notices), quantized_weights(weights, INT4, None))
     (notice,) = notices
-    assert "could not be kept in" in notice
-    assert "stay in memory" in notice
+    assert "could not be stored in" in notice
+    assert "only in memory" in notice
 
 
 def test_full_disk_at_cache_writing_gives_a_notice_and_still_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf import stored_tensor
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
+from paceline.models.storage.quantized_cache import CACHE_FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32, half_split_order
 
 pytest.importorskip("gguf")
@@ -39,7 +39,7 @@ def test_quantised_gguf_cache_is_separate_for_regrouped_weights(path: Path, tmp_
         for name in found:
             assert np.array_equal(as_float32(found[name]), as_float32(expected[name]))
         assert isinstance(found["layers.0.q_proj.weight"], GroupedTensor)
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+    assert len(list((tmp_path / CACHE_FOLDER).iterdir())) == 2
 
 
 def test_cached_quantised_gguf_is_not_converted_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,9 @@ def test_gguf_cache_key_depends_on_block_type_and_head_layout(path: Path) -> Non
     source = weights._sources[name]
     before = [array.tobytes() for array in weights.source_arrays(name)]
     for changed in (
-        replace(source, rows=partial(half_split_order, 64, 8, 8)),
-        replace(source, rows=partial(half_split_order, 64, 16, 8)),
-        replace(source, columns=partial(half_split_order, 64, 16, 8)),
+        replace(source, row_order=partial(half_split_order, 64, 8, 8)),
+        replace(source, row_order=partial(half_split_order, 64, 16, 8)),
+        replace(source, column_order=partial(half_split_order, 64, 16, 8)),
         replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._sources[name] = changed

@@ -44,7 +44,7 @@ def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
     assert mixture.scaling_indices["layers.0.self_attn.v_proj"].tolist() == [4, 4, 4]
     assert mixture.scaling_indices["layers.0.mlp.up_proj"].tolist() == [8, 8, 8, 8]
     assert mixture.scaling_indices["layers.1.mlp.down_proj"].tolist() == [21, 21, 23, 23, 23, 23]
-    assert {name: len(low.down) for name, low in adapter.low_rank_updates.items()} == {
+    assert {name: len(low.lora_a) for name, low in adapter.low_rank_updates.items()} == {
         name: len(own) for name, own in mixture.scaling_indices.items()
     }
     network = to_network_adapter(adapter, CONFIG)
@@ -89,22 +89,22 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no-adapters": ({"adapters": {}}, "adapters = {}, expected an object of 1 to 256 names with a directory each"),
     "no-paths": ({"adapters": {"0": 1}}, "adapters = {'0': 1}, expected an object"),
     "list": ({"adapters": ["0"]}, r"adapters = \['0'\], expected an object"),
-    "names": ({"adapters": {"sql": "0", "math": "1"}}, r"adapters are called 'sql', 'math', and PEFT finds .* call them \"0\" to \"1\""),
-    "order": ({"adapters": {"1": "1", "0": "0", "2": "2"}}, "adapters are called '1', '0', '2', and PEFT finds"),
+    "names": ({"adapters": {"sql": "0", "math": "1"}}, r"adapters are named 'sql', 'math', and PEFT finds .* name them \"0\" to \"1\""),
+    "order": ({"adapters": {"1": "1", "0": "0", "2": "2"}}, "adapters are named '1', '0', '2', and PEFT finds"),
     "hidden": ({"hidden_size": 48}, "hidden_size = 48, the model's is 64: use the adapter with the model it was made for"),
     "temperature": ({"softmax_temperature": 0.0}, "softmax_temperature = 0, expected a number of at least 1.18e-38"),
     "temperature of no float32": ({"softmax_temperature": 1e-45}, "softmax_temperature = 1.*e-45, expected a number of at least 1.18e-38"),
     "top-k": ({"top_k_lora": 4}, "top_k_lora = 4, expected an integer from 1 to 3"),
     "none-chosen": ({"top_k_lora": 0}, "top_k_lora = 0, expected an integer from 1 to 3"),
-    "ties": ({"top_k_lora": 2, "scaling_pass_value": 0.5}, "scaling_pass_value = 0.5 with top_k_lora = 2 of 3: .* is not defined"),
+    "ties": ({"top_k_lora": 2, "scaling_pass_value": 0.5}, "scaling_pass_value = 0.5 with top_k_lora = 2 of 3: .* are not defined"),
     "no-value": (
         {"scaling_pass_value": None},
-        "scaling_pass_value is null, with which PEFT computes nothing: write the number, such as 0.33",
+        "scaling_pass_value is null, which PEFT cannot compute with: set a number, such as 0.33",
     ),
     "depth": ({"xlora_depth": 0}, "xlora_depth = 0, expected an integer from 1"),
     "softmax": ({"enable_softmax": "yes"}, "enable_softmax = 'yes', expected true or false"),
     "weight": ({"global_scaling_weight": 1e39}, r"global_scaling_weight = 1e\+39, expected a number"),
-    "beyond": ({"global_scaling_weight": 3e38}, r"global_scaling_weight = 3e\+38 makes values of .* beyond float32"),
+    "beyond": ({"global_scaling_weight": 3e38}, r"with global_scaling_weight = 3e\+38, values of .* exceed float32"),
     "other-depth": ({"xlora_depth": 2}, r"layers\.0\.weight is \[3, 64\] instead of \[24, 64\]"),
     "other-count": ({"adapters": {"0": "0", "1": "1"}}, r"does not hold the classifier that .* \[3, 64\] instead of \[2, 64\]"),
     "layerwise": ({"layerwise_scalings": True}, r"layers\.0\.weight is \[3, 64\] instead of \[24, 64\]"),
@@ -121,9 +121,12 @@ def test_unsupported_xlora_setting_is_refused_by_name(name: str, tmp_path: Path)
 
 
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"base_model.model.lora_A.weight": np.zeros(3, np.float32)}, "holds 1 tensor: .*lora_A.weight that is none of X-LoRA's"),
-    "one-too-many": ({f"{CLASSIFIER}.3.bias": np.zeros(3, np.float32)}, r"layers\.3\.bias is one too many"),
-    "missing": ({f"{CLASSIFIER}.0.bias": None}, r"layers\.0\.bias \[3\] is missing; PEFT 0\.21\.2 leaves such layers out"),
+    "unknown": (
+        {"base_model.model.lora_A.weight": np.zeros(3, np.float32)},
+        "holds 1 tensor: .*lora_A.weight that no X-LoRA",
+    ),
+    "one-too-many": ({f"{CLASSIFIER}.3.bias": np.zeros(3, np.float32)}, r"layers\.3\.bias is not expected"),
+    "missing": ({f"{CLASSIFIER}.0.bias": None}, r"layers\.0\.bias \[3\] is missing; PEFT 0\.21\.2 omits layers"),
     "twice": ({f"{CLASSIFIER.replace('base_model.', '')}.0.bias": np.zeros(3, np.float32)}, "which are the same"),
     "nan": ({f"{CLASSIFIER}.0.bias": np.full(3, np.nan, np.float32)}, r"layers\.0\.bias holds NaN or infinite values"),
 }
@@ -158,11 +161,11 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "head": (
         low_rank(np.random.default_rng(0), "lm_head", (97, 64)),
         {"target_modules": ["q_proj", "lm_head"]},
-        "changes 1 product: lm_head, where X-LoRA is not computed",
+        "changes 1 product: lm_head, for which X-LoRA is not supported",
     ),
     "mixture": ({}, {"peft_type": "XLORA"}, "so it can neither be merged nor be part of another X-LoRA adapter"),
     "dora": ({}, {"use_dora": True}, "use_dora = True is not supported"),
-    "parameters": ({}, {"target_parameters": ["q_proj.weight"]}, r"parameters \(target_parameters\), where X-LoRA is not computed"),
+    "parameters": ({}, {"target_parameters": ["q_proj.weight"]}, r"parameters \(target_parameters\), for which X-LoRA is not supported"),
 }
 
 

@@ -27,7 +27,7 @@ from harness.gguf_checkpoints import with_random_blocks, write_gguf
 from harness.native_network import BUILT
 from paceline.config import QuantOptions
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import GROUPED_TYPES
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -153,7 +153,7 @@ def load_with_weights(weights: str, folder: Path) -> NativeNetwork:
     if weights == "int8":
         options = replace(options, quantization=QuantOptions(bits=8, group=32))
     elif weights == "gguf":
-        types, plain, target = cycle(sorted(GROUPED_TYPES)), write_gguf(target, folder / "plain.gguf"), folder / "model.gguf"
+        types, plain, target = cycle(sorted(QUANTIZED_BLOCK_TYPES)), write_gguf(target, folder / "plain.gguf"), folder / "model.gguf"
         with_random_blocks(plain, target, lambda _: next(types), np.random.default_rng(1))
     else:
         options = replace(options, dtype=WeightType(weights))

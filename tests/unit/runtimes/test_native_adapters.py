@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
-from paceline.models.adapters.adapter import LowRank
+from paceline.models.adapters.adapter import LowRankUpdate
 from paceline.models.adapters.network_adapter import NetworkAdapter
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor
@@ -26,7 +26,7 @@ def normal(random: np.random.Generator, *shape: int) -> FloatArray:
 
 
 def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], *, biases: Sequence[str] = ()) -> NetworkAdapter:
-    products = {name: LowRank(normal(random, rank, COLUMNS), normal(random, OUTPUTS[name], rank)) for name, rank in ranks.items()}
+    products = {name: LowRankUpdate(normal(random, rank, COLUMNS), normal(random, OUTPUTS[name], rank)) for name, rank in ranks.items()}
     return NetworkAdapter(products, {name: normal(random, OUTPUTS[name]) for name in biases}, {})
 
 
@@ -56,7 +56,7 @@ def expected(base: list[FloatArray], x: FloatArray, adapters: Mapping[int, Netwo
         for part, name in zip(found, OUTPUTS, strict=True):
             if number and name in adapters[number].low_rank_updates:
                 low = adapters[number].low_rank_updates[name]
-                part[row] += low.up.astype(np.float64) @ (low.down.astype(np.float64) @ x[row])
+                part[row] += low.lora_b.astype(np.float64) @ (low.lora_a.astype(np.float64) @ x[row])
             if number and name in adapters[number].biases:
                 part[row] += adapters[number].biases[name]
     return [part.astype(np.float32) for part in found]
@@ -69,8 +69,8 @@ def floats(random: np.random.Generator) -> dict[str, AnyTensor]:
 def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"q_proj": 16, "v_proj": 1})
     for low in exact.low_rank_updates.values():  # bfloat16 holds them
-        low.down.view(np.uint32)[...] &= 0xFFFF0000
-        low.up.view(np.uint32)[...] &= 0xFFFF0000
+        low.lora_a.view(np.uint32)[...] &= 0xFFFF0000
+        low.lora_b.view(np.uint32)[...] &= 0xFFFF0000
     return {
         1: adapter_of(random, {"q_proj": 8, "k_proj": 5, "v_proj": 3}),
         2: exact,

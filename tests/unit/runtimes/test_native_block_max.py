@@ -9,7 +9,7 @@ import pytest
 from harness.model_configs import make_config
 from harness.native_network import BUILT, Network, make_batch, open_kernels, plain_tensor
 from paceline.kv_cache.cache import CachedSequence
-from paceline.models.adapters.adapter import LowRank
+from paceline.models.adapters.adapter import LowRankUpdate
 from paceline.models.adapters.network_adapter import LM_HEAD, NetworkAdapter
 from paceline.models.quantize import quantize_matrix
 from paceline.models.tensor_names import tensor_shapes
@@ -70,7 +70,7 @@ def test_block_max_is_the_maximum_of_each_block_of_logits(form: str, outputs: in
 
 def test_block_max_includes_adapter_logits(seed: int) -> None:
     random = np.random.default_rng(seed)
-    low = LowRank(*(random.standard_normal(shape).astype(np.float32) for shape in ((4, COLUMNS), (1000, 4))))
+    low = LowRankUpdate(*(random.standard_normal(shape).astype(np.float32) for shape in ((4, COLUMNS), (1000, 4))))
     adapters = {1: NativeAdapter(NetworkAdapter({LM_HEAD: low}, {}, {}))}
     network, x = head("f32", 1000, adapters=adapters), random.standard_normal((2, COLUMNS)).astype(np.float32)
     table = np.arange(4, dtype=np.int32)

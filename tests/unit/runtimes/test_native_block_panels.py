@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from harness.gguf_checkpoints import HALVES, random_blocks, write_half
 from harness.native_network import BUILT, open_kernels
 from paceline.errors import CheckpointError
-from paceline.models.gguf.blocks import CONVERTED_TYPES, GROUPED_TYPES, StoredBlocks
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES, TYPES_WITHOUT_NATIVE_KERNEL, StoredBlocks
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.runtimes.native import packed_weights
 from paceline.runtimes.native.packed_weights import PackedWeights, pack_gguf_blocks, pack_weights
@@ -17,7 +17,7 @@ pytest.importorskip("gguf")
 
 OUTPUTS, COLUMNS = 83, 768
 TABLE, FLOAT16 = MatrixKind.PANELS_4_BITS_TABLE, MatrixKind.PANELS_4_BITS_TABLE_FLOAT16
-BY_TYPE = pytest.mark.parametrize("name", GROUPED_TYPES)
+BY_TYPE = pytest.mark.parametrize("name", QUANTIZED_BLOCK_TYPES)
 
 
 def block_type(name: str) -> BlockType:
@@ -46,7 +46,7 @@ def test_gguf_panels_equal_converted_groups_in_any_row_and_column_order(name: st
     plain = blocks_of(random, name)
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
         for runs in run_orders(random):
-            blocks = StoredBlocks(plain.raw, plain.block_type, plain.where, order, runs)
+            blocks = StoredBlocks(plain.raw, plain.block_type, plain.source_name, order, runs)
             assert same(pack_gguf_blocks(blocks, num_threads), pack_weights(blocks.to_grouped_matrix(), 1)), (order is None, runs)
 
 
@@ -62,11 +62,11 @@ def test_gguf_panels_are_right_for_sizes_that_fill_no_panel(name: str, seed: int
 def test_gguf_panels_are_packed_from_strided_rows(name: str, seed: int) -> None:
     """Every other row of a tensor, as experts and stacks of projections are views of one."""
     plain = blocks_of(np.random.default_rng(seed), name)
-    blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.where)
+    blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.source_name)
     assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.to_grouped_matrix(), 1))
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPED_TYPES if block_type(name).num_items == 32])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED_BLOCK_TYPES if block_type(name).num_items == 32])
 def test_gguf_panels_are_packed_from_an_odd_number_of_groups(name: str, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), name, 20, 96)
     assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.to_grouped_matrix(), 1))
@@ -75,7 +75,7 @@ def test_gguf_panels_are_packed_from_an_odd_number_of_groups(name: str, seed: in
 @pytest.mark.parametrize("level", BUILT[1:])
 def test_gguf_panels_are_equal_on_every_instruction_set(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
-    all_blocks = [blocks_of(random, name) for name in GROUPED_TYPES]
+    all_blocks = [blocks_of(random, name) for name in QUANTIZED_BLOCK_TYPES]
     best = [pack_gguf_blocks(blocks, 1) for blocks in all_blocks]
     library = open_kernels(level)
     monkeypatch.setattr(packed_weights, "kernels", lambda: library)
@@ -94,8 +94,8 @@ def test_non_finite_gguf_scale_is_refused_with_its_row(name: str, number: float,
         blocks.raw[61, last] = 255
     else:
         write_half(blocks.raw[61:62, last:], name, HALVES[name][-1], np.array([number], "<f2"))
-    rows = "0 to 82" if name in CONVERTED_TYPES else "61 to 61"
-    with pytest.raises(CheckpointError, match=f"the tensor has a scale that is not finite in rows {rows}; the file is damaged"):
+    rows = "0 to 82" if name in TYPES_WITHOUT_NATIVE_KERNEL else "61 to 61"
+    with pytest.raises(CheckpointError, match=f"the tensor has a scale that is not finite in rows {rows}; download the file"):
         pack_gguf_blocks(blocks, 2)
 
 

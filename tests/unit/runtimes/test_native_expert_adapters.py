@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
-from paceline.models.adapters.adapter import LowRank
+from paceline.models.adapters.adapter import LowRankUpdate
 from paceline.models.adapters.network_adapter import NetworkAdapter
 from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting
 from paceline.models.quantize import quantize_matrix
@@ -44,11 +44,11 @@ def make_weights(random: np.random.Generator, stored: str = "floats") -> dict[st
 
 
 def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: Sequence[int], biases: Sequence[str] = ()) -> NetworkAdapter:
-    products, offsets = dict[str, LowRank](), dict[str, FloatArray]()
+    products, offsets = dict[str, LowRankUpdate](), dict[str, FloatArray]()
     for expert in experts:
         for part, rank in ranks.items():
             outputs, columns = SHAPES[part]
-            low = LowRank(normal(random, rank, columns, scale=0.1), normal(random, outputs, rank, scale=0.5))
+            low = LowRankUpdate(normal(random, rank, columns, scale=0.1), normal(random, outputs, rank, scale=0.5))
             products[f"experts.{expert}.{part}"] = low
         for part in biases:
             offsets[f"experts.{expert}.{part}"] = normal(random, SHAPES[part][0])
@@ -58,8 +58,8 @@ def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: S
 def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"gate_proj": 9}, range(5))
     for low in exact.low_rank_updates.values():  # bfloat16 holds them
-        low.down.view(np.uint32)[...] &= 0xFFFF0000
-        low.up.view(np.uint32)[...] &= 0xFFFF0000
+        low.lora_a.view(np.uint32)[...] &= 0xFFFF0000
+        low.lora_b.view(np.uint32)[...] &= 0xFFFF0000
     return {
         1: adapter_of(random, {"gate_proj": 5, "up_proj": 3, "down_proj": 4}, range(COUNT)),
         2: exact,
@@ -91,7 +91,7 @@ def merged(tensors: Mapping[str, AnyTensor], adapter: NetworkAdapter) -> dict[st
     """The weights with what an adapter adds in them."""
     found = dict(tensors)
     for name, low in adapter.low_rank_updates.items():
-        found[f"{name}.weight"] = plain_tensor(as_float32(tensors[f"{name}.weight"]) + low.up @ low.down)
+        found[f"{name}.weight"] = plain_tensor(as_float32(tensors[f"{name}.weight"]) + low.lora_b @ low.lora_a)
     for name, bias in adapter.biases.items():
         found[f"{name}.bias"] = plain_tensor(as_float32(tensors[f"{name}.bias"]) + bias)
     return found
@@ -156,7 +156,7 @@ def test_adapter_factors_are_read_once_per_chosen_expert(num_rows: int, seed: in
         panels = 0
         for expert, number in pairs:
             lows = [adapters[number].low_rank_updates.get(f"experts.{expert}.{part}") for part in parts]
-            panels += -(-sum(len(low.down) for low in lows if low is not None) // 8)
+            panels += -(-sum(len(low.lora_a) for low in lows if low is not None) // 8)
         blocks = sum(-(-count // 8) for count in counts)  # of packed rows
         taken = int(network.execution._tickets[PHASES * index]) - 1  # the last one finds no work
         assert panels > 0

@@ -217,4 +217,4 @@ def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
     if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
         return TensorSource(stored, stored.shape)
     size = stored.shape[0] // num_heads
-    return TensorSource(stored, stored.shape, rows=partial(half_split_order, stored.shape[0], size, size))
+    return TensorSource(stored, stored.shape, row_order=partial(half_split_order, stored.shape[0], size, size))

@@ -12,35 +12,34 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """The low-rank update of a matrix W: its output for x becomes W x + up @ (down @ x).
+class LowRankUpdate:
+    """The low-rank update of a matrix W: its output for x becomes W x + lora_b @ (lora_a @ x).
 
     Attributes:
-        down: lora_A, [rank, in_features]. That of the embedding is [rank, vocab_size]: a token looks up a column.
-        up: lora_B times the scale alpha / rank, [out_features, rank].
+        lora_a: [rank, in_features]; for the embedding [rank, vocab_size], of which a token looks up its column.
+        lora_b: [out_features, rank], multiplied by the scale alpha / rank.
     """
 
-    down: NDArray[np.float32]
-    up: NDArray[np.float32]
+    lora_a: NDArray[np.float32]
+    lora_b: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class XLoraMixture:
     """How X-LoRA weights its K adapters for each token.
 
-    A low-rank update has the ranks of all adapters, one adapter after the other. Before the forward pass for logits, a scaling pass
-    computes the token's hidden state, from which the classifier computes L * K scalings. Each value of `down @ x` is multiplied by the
-    scaling of its rank.
+    The low-rank matrices of all adapters are concatenated along the rank. Before the forward pass for logits, a scaling pass computes the
+    token's hidden state, from which the classifier computes L * K scalings. Each value of `lora_a @ x` is multiplied by one of them.
 
     Attributes:
         num_adapters: K.
-        num_scaled_matrices: L, the number of matrices with scalings of their own; 1 = all matrices share K scalings.
-        classifier: weight [out, in] and bias [out] of each linear layer. ReLU is between layers. The last layer has L * K outputs.
+        num_scaled_matrices: L, the number of matrices that have their own K scalings; 1 = all matrices share K scalings.
+        classifier: weight [out, in] and bias [out] of each linear layer, with ReLU between layers. The last layer has L * K outputs.
         temperature: temperature of the softmax over the K scalings of a matrix; None = no softmax.
-        top_k: of K scalings only the largest `top_k` are kept, the first of equal ones; the others become 0. None = all are kept.
-        has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
+        top_k: only the `top_k` largest of K scalings are kept (of equal scalings the first); the others become 0. None = all are kept.
+        has_softmax_of_top_k: a second softmax normalises the scalings that `top_k` keeps.
         scaling_pass_value: the value of every scaling during the scaling pass.
-        scaling_indices: [rank] int32 by name of the low-rank update: for each rank the index of its scaling among the L * K.
+        scaling_indices: by name of the low-rank update, [rank] int32: index, among the L * K, of the scaling of each rank.
     """
 
     num_adapters: int
@@ -63,12 +62,12 @@ class Adapter:
         low_rank_updates: low-rank updates of matrices, by name.
         biases: [out_features], added to the output of a matrix, by name.
         replacements: matrices that replace the target's, by name: only `embed_tokens` and `lm_head`.
-        mixture: how X-LoRA weights the ranks of the updates; None = a plain LoRA adapter.
+        mixture: how X-LoRA weights the updates; None = a plain LoRA adapter.
     """
 
     name: str
     digest: bytes
-    low_rank_updates: Mapping[str, LowRank]
+    low_rank_updates: Mapping[str, LowRankUpdate]
     biases: Mapping[str, NDArray[np.float32]]
     replacements: Mapping[str, NDArray[np.float32]]
     mixture: XLoraMixture | None = None

@@ -1,4 +1,4 @@
-"""The weights of a model with an adapter merged: W + up @ down in float32, then rounded to the weights' type."""
+"""The weights of a model with a LoRA adapter merged: W + lora_b @ lora_a in float32, then rounded to the weights' type."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.adapter import Adapter, LowRankUpdate
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 
 def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
-    """Return the config with an adapter merged. If it changes the embedding or lm_head, embeddings are no longer tied."""
+    """Return the config with an adapter merged: embeddings are no longer tied if the adapter changes the embedding or lm_head."""
     changed = {*adapter.low_rank_updates, *adapter.biases, *adapter.replacements} & {EMBEDDING, LM_HEAD}
     return replace(config, tied_embeddings=False) if changed else config
 
@@ -33,8 +33,8 @@ class MergedWeights(LazyWeights):
         config: config of the model, before merging.
         adapter: adapter for this model.
         weight_type: type that changed matrices are rounded to, to nearest even.
-        type_if_quantised: the same for matrices that are quantised in `base`; None = `weight_type`.
-        is_quantised_next: the caller quantises each matrix as soon as it is computed, so changed matrices take no memory.
+        type_if_quantized: type that changed matrices are rounded to if they are quantised in `base`; None = `weight_type`.
+        caller_quantizes: the caller quantises and frees each matrix as soon as it is computed, so `changed_bytes` is 0.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class MergedWeights(LazyWeights):
         adapter: Adapter,
         *,
         weight_type: WeightType,
-        type_if_quantised: WeightType | None = None,
-        is_quantised_next: bool = False,
+        type_if_quantized: WeightType | None = None,
+        caller_quantizes: bool = False,
     ) -> None:
         self._base, self._adapter, self._type = base, adapter, weight_type
-        self._type_if_quantised, self._is_quantised_next = type_if_quantised or weight_type, is_quantised_next
+        self._type_if_quantized, self._caller_quantizes = type_if_quantized or weight_type, caller_quantizes
         is_untied = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_untied else {}
         pairs = [(name, matrix) for name, matrices in network_matrices(config).items() for matrix in matrices]
@@ -62,7 +62,7 @@ class MergedWeights(LazyWeights):
         super().__init__(names, self._make_tensor)
         self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
         self.packed = {name: matrix for name, matrix in base.packed.items() if name not in self._changed}
-        self.notices = (*base.notices, *self._notices())
+        self.notices = (*base.notices, *self._merge_notices())
 
     def rows(self, name: str, row_indices: NDArray[np.int32]) -> Floats:
         return super().rows(name, row_indices) if self.is_changed(name) else self._base.rows(self._sources.get(name, name), row_indices)
@@ -74,7 +74,7 @@ class MergedWeights(LazyWeights):
         info = self._base.info(self._sources.get(name, name))
         if name not in self._changed:
             return info
-        weight_type = self._type if info.bits is None else self._type_if_quantised
+        weight_type = self._type if info.bits is None else self._type_if_quantized
         nbytes = math.prod(info.shape) * weight_type.item_type.itemsize
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
@@ -83,8 +83,8 @@ class MergedWeights(LazyWeights):
 
     @property
     def changed_bytes(self) -> int:
-        """Return how many bytes the changed matrices take in memory."""
-        return 0 if self._is_quantised_next else sum(self.info(name).nbytes for name in self._changed)
+        """Return the bytes in memory of all matrices that the adapter changes."""
+        return 0 if self._caller_quantizes else sum(self.info(name).nbytes for name in self._changed)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
@@ -101,17 +101,17 @@ class MergedWeights(LazyWeights):
         """Return whether the adapter changes this tensor."""
         return name in self._changed or name in self._biases
 
-    def _notices(self) -> Iterable[str]:
-        """Yield messages for users: that tokens may differ from those of a separate adapter, and how much memory merging takes."""
-        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
+    def _merge_notices(self) -> Iterable[str]:
+        """Yield messages for users: tokens may differ from those of a separate adapter, and merging takes memory."""
+        yield f"the adapter {self._adapter.name!r} is merged into the weights: tokens may differ from those with a separate adapter"
         quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
-        if quantised and not self._is_quantised_next:
+        if quantised and not self._caller_quantizes:
             size = sum(self.info(name).nbytes for name in quantised)
             stored = sum(self._base.info(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
-                f"{len(quantised)} quantised matrices become {self._type_if_quantised.value} with the adapter merged: {size / 1e9:.2g} GB "
-                f"in memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
-                "they stay as they are"
+                f"{len(quantised)} quantised matrices become {self._type_if_quantized.value} with the adapter merged: {size / 1e9:.2g} GB "
+                f"in memory instead of {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loading the "
+                "adapter with `adapters` leaves them quantised"
             )
 
     def _make_tensor(self, name: str) -> AnyTensor:
@@ -132,20 +132,20 @@ class MergedWeights(LazyWeights):
         update, replacement = self._adapter.low_rank_updates.get(changed), self._adapter.replacements.get(changed)
         tensor = self._base[source] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
         if update is not None and changed == EMBEDDING:
-            update = LowRank(update.up.T, update.down.T)
+            update = LowRankUpdate(update.lora_b.T, update.lora_a.T)
         elif update is not None:
-            update = LowRank(update.down, matrix.select_rows(update.up))
+            update = LowRankUpdate(update.lora_a, matrix.select_rows(update.lora_b))
         weight_type = self.info(name).weight_type
         merged = np.empty(tensor.shape, weight_type.item_type)
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
             rows = slice(start, start + step)
             values = as_float32(tensor, rows)
-            values = values if update is None else values + update.up[rows] @ update.down
+            values = values if update is None else values + update.lora_b[rows] @ update.lora_a
             merged[rows] = rounded = to_weight_type(values, weight_type)
             if not np.isfinite(rounded).all():
                 raise CheckpointError(
-                    f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: "
+                    f"{name} with the adapter {self._adapter.name!r} merged has values outside the range of {weight_type.value}: "
                     "use dtype='f32'"
                 )
         return Tensor(merged, weight_type, tensor.shape)

@@ -1,4 +1,4 @@
-"""An adapter with the internal names and the row order of the network, as runtimes apply it."""
+"""A LoRA adapter with the internal tensor names and the row order of the network, as runtimes apply it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
 from paceline.models.adapters import modules
-from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
+from paceline.models.adapters.adapter import Adapter, LowRankUpdate, XLoraMixture
 from paceline.models.adapters.modules import NetworkMatrix, network_matrices
 from paceline.models.config import ModelConfig
 
@@ -23,22 +23,22 @@ class NetworkAdapter:
         low_rank_updates, biases, replacements, mixture: as in `Adapter`.
     """
 
-    low_rank_updates: Mapping[str, LowRank]
+    low_rank_updates: Mapping[str, LowRankUpdate]
     biases: Mapping[str, NDArray[np.float32]]
     replacements: Mapping[str, NDArray[np.float32]]
     mixture: XLoraMixture | None = None
 
     @property
-    def has_embedding_change(self) -> bool:
+    def changes_embedding(self) -> bool:
         return EMBEDDING in self.low_rank_updates or EMBEDDING in self.replacements
 
     def adapt_embeddings(self, embeddings: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the embeddings [T, E] of tokens with the adapter applied, before `embedding_scale`.
 
-        Ranks are added one by one, so that a token's bits do not depend on T.
+        The products are added rank by rank, so that a token's bits do not depend on T.
 
         Args:
-            embeddings: embeddings of the tokens in the target.
+            embeddings: the target's embeddings of the tokens.
         """
         if EMBEDDING in self.replacements:
             return self.replacements[EMBEDDING][token_ids]
@@ -46,8 +46,8 @@ class NetworkAdapter:
         if update is None:
             return embeddings
         added = np.zeros_like(embeddings)
-        for down, up in zip(update.down, update.up.T, strict=True):
-            added += down[token_ids, None] * up
+        for a_row, b_column in zip(update.lora_a, update.lora_b.T, strict=True):
+            added += a_row[token_ids, None] * b_column
         return embeddings + added
 
 
@@ -55,28 +55,28 @@ def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     """Return an adapter of this model (`read_any_adapter`) with the names and the row order of its network.
 
     Raises:
-        ConfigError: The adapter replaces a matrix and updates it too, which only merging can do.
+        ConfigError: The adapter both replaces and updates a matrix, which only merging supports.
     """
     matrices = network_matrices(config)
     replaced = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
     if both := sorted(adapter.replacements.keys() & {*adapter.low_rank_updates, *adapter.biases}):
         raise ConfigError(
-            f"the adapter {adapter.name!r} replaces and updates {', '.join(both)}, which only merging can do: load the model with it "
+            f"the adapter {adapter.name!r} replaces and updates {', '.join(both)}, which only merging supports: load the model with it "
             "merged (merge_adapter)"
         )
     return NetworkAdapter(
         {
-            matrix.name: LowRank(update.down, matrix.select_rows(update.up))
+            matrix.name: LowRankUpdate(update.lora_a, matrix.select_rows(update.lora_b))
             for name, update in adapter.low_rank_updates.items()
             for matrix in matrices[name]
         },
         {matrix.name: matrix.select_rows(bias) for name, bias in adapter.biases.items() for matrix in matrices[name]},
         {replaced[name]: values for name, values in adapter.replacements.items()},
-        _rename_mixture(adapter.mixture, matrices),
+        _rename_scaling_indices(adapter.mixture, matrices),
     )
 
 
-def _rename_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
+def _rename_scaling_indices(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
     if mixture is None:
         return None
     indices = {matrix.name: indices for name, indices in mixture.scaling_indices.items() for matrix in matrices[name]}

@@ -24,7 +24,7 @@ _IGNORED_KEYS = (
     "peft_version", "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "runtime_config", "qalora_group_size", "merge_weights", "target_modules_to_tie", "modules_to_tie",
 )  # fmt: skip
-_READ_KEYS = (
+_SUPPORTED_KEYS = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules", "target_parameters",
     "layers_to_transform", "layers_pattern", "bias", "lora_bias", "modules_to_save", "init_lora_weights", "ensure_weight_tying",
     "fan_in_fan_out",
@@ -39,14 +39,14 @@ class AdapterSettings:
 
     Attributes:
         path: path of the adapter_config.json.
-        base_model: base_model_name_or_path, for errors.
+        base_model: base_model_name_or_path, which errors name.
         rank, alpha: rank and alpha of modules that no pattern in `rank_pattern` or `alpha_pattern` matches.
         rank_pattern, alpha_pattern: rank and alpha by pattern of module names, in the order of the file.
         is_rank_stabilized: use_rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
-        targets: selects the modules that the adapter changes.
+        module_selector: selects the modules that the adapter changes.
         target_parameters: suffixes of parameters that the adapter changes in addition to modules.
         has_low_rank_biases: lora_bias: each lora_B has a bias.
-        has_tied_head: ensure_weight_tying: if embeddings are tied, changes of the embedding also apply to lm_head.
+        ties_lm_head: ensure_weight_tying: changes of the embedding also apply to a tied lm_head.
     """
 
     path: Path
@@ -56,13 +56,13 @@ class AdapterSettings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     is_rank_stabilized: bool
-    targets: ModuleSelector
+    module_selector: ModuleSelector
     target_parameters: tuple[str, ...]
     has_low_rank_biases: bool
-    has_tied_head: bool
+    ties_lm_head: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of a low-rank product: alpha / rank, or alpha / sqrt(rank)."""
+        """Return the factor of lora_B @ lora_A: alpha / rank, or alpha / sqrt(rank)."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -90,17 +90,17 @@ def read_settings(directory: Path) -> AdapterSettings:
         rank_pattern={name: _check_rank(fields, name, value) for name, value in _read_pattern_table(fields, "rank_pattern").items()},
         alpha_pattern={name: _check_alpha(fields, name, value) for name, value in _read_pattern_table(fields, "alpha_pattern").items()},
         is_rank_stabilized=fields.flag("use_rslora", default=False),
-        targets=ModuleSelector(
+        module_selector=ModuleSelector(
             path=path,
-            names=_read_regex_or_names(fields, "target_modules"),
-            excluded=_read_regex_or_names(fields, "exclude_modules"),
-            saved=tuple(_read_names(fields, "modules_to_save")),
-            layers=_read_layer_indices(fields),
+            target_modules=_read_regex_or_names(fields, "target_modules"),
+            exclude_modules=_read_regex_or_names(fields, "exclude_modules"),
+            modules_to_save=tuple(_read_names(fields, "modules_to_save")),
+            layers_to_transform=_read_layer_indices(fields),
             layers_pattern=tuple(_read_names(fields, "layers_pattern")),
         ),
         target_parameters=tuple(_read_names(fields, "target_parameters")),
         has_low_rank_biases=fields.flag("lora_bias", default=False),
-        has_tied_head=fields.flag("ensure_weight_tying", default=False),
+        ties_lm_head=fields.flag("ensure_weight_tying", default=False),
     )
 
 
@@ -121,26 +121,27 @@ def _refuse_unsupported_settings(fields: JsonFields) -> None:
                 f"{fields.path}: {name} = {shortened(fields.values[name])} is not supported: it computes something else than plain LoRA; "
                 "merge the adapter into its model with PEFT (merge_and_unload()) and use the result"
             )
-    unknown = [name for name, value in fields.values.items() if value and name not in (*_UNSUPPORTED_KEYS, *_IGNORED_KEYS, *_READ_KEYS)]
+    known = {*_UNSUPPORTED_KEYS, *_IGNORED_KEYS, *_SUPPORTED_KEYS}
+    unknown = [name for name, value in fields.values.items() if value and name not in known]
     if unknown:
         raise CheckpointError(
-            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known LoRA adapter has: they may change what it "
-            "computes; remove what does not, or merge the adapter into its model with PEFT"
+            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known LoRA adapter has: they may change the "
+            "result; remove those that do not, or merge the adapter into its model with PEFT"
         )
     init = fields.values.get("init_lora_weights", True)
     if not any(type(init) is type(supported) and init == supported for supported in (*_SUPPORTED_INITS, None)):
         raise CheckpointError(
             f"{fields.path}: init_lora_weights = {shortened(init)} changed the model's own weights when training began: save the adapter "
-            "again with PEFT's path_initial_model_for_weight_conversion, which makes a plain one of it"
+            "again with PEFT's path_initial_model_for_weight_conversion, which converts it to a plain LoRA adapter"
         )
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("fan_in_fan_out", default=False)  # only checked, because PEFT ignores it for all supported models
+    fields.flag("fan_in_fan_out", default=False)  # only the type is checked: PEFT ignores the value for all supported models
 
 
 def _read_names(fields: JsonFields, name: str) -> list[str]:
-    """Return the names in a field that holds a list, one name or null."""
+    """Return the names in a field whose value is a list of names, a single name or null."""
     value = fields.values.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
@@ -149,7 +150,7 @@ def _read_names(fields: JsonFields, name: str) -> list[str]:
 
 
 def _read_regex_or_names(fields: JsonFields, name: str) -> str | tuple[str, ...]:
-    """Return the regular expression or the names in a field."""
+    """Return a field's value: a regular expression as text, or names as a tuple."""
     value = fields.values.get(name)
     return value if isinstance(value, str) and value else tuple(_read_names(fields, name) if value else ())
 

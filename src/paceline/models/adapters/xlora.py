@@ -1,4 +1,4 @@
-"""Read X-LoRA adapters in the format of PEFT: a directory with settings, a classifier, and the LoRA adapters that it weights.
+"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier, and the LoRA adapters that the classifier weights.
 
 Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 """
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list, shortened
-from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
+from paceline.models.adapters.adapter import Adapter, LowRankUpdate, XLoraMixture
 from paceline.models.adapters.adapter_file import ADAPTER_FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
-from paceline.models.adapters.read import NUM_COPIES, check_name, read_adapter
+from paceline.models.adapters.read import NUM_FLOAT32_COPIES, check_adapter_name, read_adapter
 from paceline.models.adapters.settings import CONFIG_FILE, read_settings
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
@@ -27,15 +27,14 @@ from paceline.models.weights import Weights
 from paceline.small_files import is_file, read_json
 
 _CLASSIFIER_TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
-_MODULE_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The order in which PEFT counts the matrices of a layer that have scalings of their own."""
-_LAYER_MATRIX = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
-_EXPERTS = ".experts."
+_SCALED_MATRIX_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Order of a layer's matrices in the classifier's output if every matrix has its own scalings."""
+_LAYER_MATRIX_NAME = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 Floats = NDArray[np.float32]
-_MAX_DEPTH, _MAX_WIDTH, _MAX_ADAPTERS = 64, 2**20, 256
+_MAX_CLASSIFIER_DEPTH, _MAX_CLASSIFIER_WIDTH, _MAX_ADAPTERS = 64, 2**20, 256
 _MIN_TEMPERATURE = 2.0**-126
 """The smallest normal float32 number, because scalings are computed in float32."""
-_READ_KEYS = (
+_SUPPORTED_KEYS = (
     "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
     "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
 )  # fmt: skip
@@ -56,13 +55,13 @@ def is_xlora(directory: Path) -> bool:
 
 
 def _read_settings(directory: Path) -> JsonFields:
-    """Return the fields of an X-LoRA adapter's adapter_config.json. Unsupported settings are refused."""
+    """Return the fields of an X-LoRA adapter's adapter_config.json, and refuse unsupported settings."""
     fields = JsonFields(read_json(directory / CONFIG_FILE) or {}, directory / CONFIG_FILE)
-    unknown = [name for name, value in fields.values.items() if value and name not in (*_READ_KEYS, *_IGNORED_KEYS)]
+    unknown = [name for name, value in fields.values.items() if value and name not in (*_SUPPORTED_KEYS, *_IGNORED_KEYS)]
     if unknown:
         raise CheckpointError(
-            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change what it "
-            "computes; remove what does not"
+            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change the "
+            "result; remove those that do not"
         )
     if not fields.flag("use_bias", default=True):
         raise CheckpointError(f"{fields.path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
@@ -70,7 +69,7 @@ def _read_settings(directory: Path) -> JsonFields:
 
 
 def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> dict[str, Any]:
-    """Return the values of a mixture that are settings."""
+    """Return the arguments of `XLoraMixture` that the settings contain."""
     top_k = None if fields.values.get("top_k_lora") is None else fields.integer("top_k_lora", most=num_adapters)
     has_softmax = fields.flag("enable_softmax_topk", default=False)
     return {
@@ -82,7 +81,7 @@ def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> dict[str, A
 
 
 def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
-    """Return the directory of each adapter. Their names must be "0", "1", …, because PEFT looks some up by name and some by number."""
+    """Return the directory of each adapter. The names must be "0", "1", …, because PEFT uses names and numbers interchangeably."""
     found = fields.values.get("adapters")
     if not isinstance(found, Mapping) or not found or len(found) > _MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
         raise CheckpointError(
@@ -90,8 +89,8 @@ def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
         )
     if list(found) != [str(number) for number in range(len(found))]:
         raise CheckpointError(
-            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds those alone that are called "
-            f'by their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
+            f"{fields.path}: adapters are named {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds only adapters that are named "
+            f'by their numbers: name them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
         )
     return tuple(found.values())
 
@@ -104,10 +103,10 @@ def _read_temperature(fields: JsonFields) -> float:
 
 
 def _read_scaling_pass_value(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
-    """Return the value of every scaling in the scaling pass, to which PEFT applies top-k and its softmax as well."""
+    """Return the value of every scaling in the scaling pass: the setting after top-k and its softmax, which PEFT applies here, too."""
     if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
         raise CheckpointError(
-            f"{fields.path}: scaling_pass_value is null, with which PEFT computes nothing: write the number, such as {1 / num_adapters:g} "
+            f"{fields.path}: scaling_pass_value is null, which PEFT cannot compute with: set a number, such as {1 / num_adapters:g} "
             "(1 / number of adapters) or 0"
         )
     value = fields.number("scaling_pass_value", 0.0)
@@ -116,7 +115,7 @@ def _read_scaling_pass_value(fields: JsonFields, num_adapters: int, top_k: int |
     if top_k is not None and top_k < num_adapters:
         raise CheckpointError(
             f"{fields.path}: scaling_pass_value = {value:g} with top_k_lora = {top_k} of {num_adapters}: all scalings of that pass are "
-            "equal, and which of them are the largest is not defined; set one of the two to what the other was trained with, 0 or null"
+            "equal, so the largest are not defined; set scaling_pass_value to 0 or top_k_lora to null, as in the training"
         )
     return 1.0 / num_adapters if has_softmax_of_top_k else value
 
@@ -134,9 +133,9 @@ def read_xlora(
 ) -> Adapter:
     """Read the X-LoRA adapter in a directory. Arguments and errors as in `read_adapter`.
 
-    Its LoRA adapters are in the directories that the settings name, or in numbered folders of `directory`.
+    Its LoRA adapters are in the directories in the settings, or in numbered directories inside `directory`.
     """
-    check_name(name)
+    check_adapter_name(name)
     fields = _read_settings(directory)
     if (hidden_size := fields.integer("hidden_size", 4096)) != config.hidden_size:
         raise CheckpointError(
@@ -145,17 +144,16 @@ def read_xlora(
         )
     paths = _read_adapter_paths(fields)
     settings, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
-    weight, (step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
+    global_weight, (step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
     adapters = []
     for number, path in enumerate(paths):
         adapter_directory = _find_adapter_directory(directory, number, path)
         adapter = read_adapter(adapter_directory, name=f"{name} {number}", config=config, weights=weights, memory_bytes=memory_bytes)
-        _check_scalable(adapter_directory, adapter)
+        _check_xlora_support(adapter_directory, adapter)
         adapters.append(adapter)
         if memory_bytes is not None:
-            memory_bytes = max(
-                0, memory_bytes - NUM_COPIES * sum(one.down.nbytes + one.up.nbytes for one in adapter.low_rank_updates.values())
-            )
+            size = sum(update.lora_a.nbytes + update.lora_b.nbytes for update in adapter.low_rank_updates.values())
+            memory_bytes = max(0, memory_bytes - NUM_FLOAT32_COPIES * size)
     matrices = dict.fromkeys(matrix for adapter in adapters for matrix in adapter.low_rank_updates)
     order = _scaling_order(fields.path, config, list(matrices)) if has_layerwise_scalings else dict.fromkeys(matrices, 0)
     num_scaled_matrices = len(order) if has_layerwise_scalings else 1
@@ -166,79 +164,80 @@ def read_xlora(
         scaling_indices={matrix: _scaling_indices(adapters, matrix, order[matrix]) for matrix in matrices},
         **settings,
     )
-    updates = {matrix: _concatenate_updates(adapters, matrix, weight, fields.path) for matrix in matrices}
-    return Adapter(name, _digest_values(weight, adapters, mixture), updates, {}, {}, mixture)
+    updates = {matrix: _concatenate_updates(adapters, matrix, global_weight, fields.path) for matrix in matrices}
+    return Adapter(name, _adapter_digest(global_weight, adapters, mixture), updates, {}, {}, mixture)
 
 
 def _find_adapter_directory(directory: Path, number: int, path: str) -> Path:
-    """Return the directory of an adapter: the one in the settings if it holds an adapter, else the numbered folder."""
-    for folder in (*([directory / path] if path else []), directory / str(number)):
-        if is_file(folder / CONFIG_FILE):
-            return folder
+    """Return the directory of an adapter: `path` from the settings if it holds an adapter, else the numbered directory."""
+    for candidate in (*([directory / path] if path else []), directory / str(number)):
+        if is_file(candidate / CONFIG_FILE):
+            return candidate
     raise CheckpointError(
         f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(path)}) is missing: put its "
         f"directory there as {directory / str(number)}"
     )
 
 
-def _check_scalable(directory: Path, adapter: Adapter) -> None:
-    """Refuse an adapter with biases or whole matrices, which have no scalings, or with matrices where X-LoRA is not implemented."""
+def _check_xlora_support(directory: Path, adapter: Adapter) -> None:
+    """Refuse an adapter with biases or replaced matrices, which X-LoRA does not scale, or with matrices for which X-LoRA is unsupported."""
     unscaled = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.replacements]
     if unscaled:
         raise CheckpointError(
-            f"{directory} changes {name_list(unscaled, 'part')}, which X-LoRA does not scale: use an adapter of products alone"
+            f"{directory} changes {name_list(unscaled, 'part')}, which X-LoRA does not scale: use an adapter with only low-rank updates"
         )
-    unsupported = [name for name in adapter.low_rank_updates if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
+    unsupported = [name for name in adapter.low_rank_updates if name in (EMBEDDING, LM_HEAD) or ".experts." in name]
     if unsupported or read_settings(directory).target_parameters:
         raise CheckpointError(
-            f"{directory} changes {name_list(unsupported, 'product') if unsupported else 'parameters (target_parameters)'}, where X-LoRA "
-            "is not computed: attention and dense MLPs are; use an adapter of these"
+            f"{directory} changes {name_list(unsupported, 'product') if unsupported else 'parameters (target_parameters)'}, for which "
+            "X-LoRA is not supported, only for attention and dense MLPs; use an adapter of these"
         )
 
 
 def _scaling_order(path: Path, config: ModelConfig, matrices: Sequence[str]) -> dict[str, int]:
-    """Return for each adapted matrix its index in the classifier's output: PEFT counts matrices by layer and then in `_MODULE_ORDER`."""
+    """Return each adapted matrix's index in the classifier's output: matrices are sorted by layer, then by `_SCALED_MATRIX_ORDER`."""
     positions = {}
     for name in matrices:
-        found = _LAYER_MATRIX.fullmatch(name)
-        if found is None or found[2] not in _MODULE_ORDER or FAMILIES[config.family].has_fused_projections:
+        found = _LAYER_MATRIX_NAME.fullmatch(name)
+        if found is None or found[2] not in _SCALED_MATRIX_ORDER or FAMILIES[config.family].has_fused_projections:
             raise CheckpointError(
-                f"{path}: layerwise_scalings with {name} in a {config.family} model: which scalings are whose is known for "
-                f"{', '.join(_MODULE_ORDER)} as matrices of their own; train with layerwise_scalings=False, or adapt these alone"
+                f"{path}: layerwise_scalings with {name} in a {config.family} model: the order of scalings is only known for "
+                f"{', '.join(_SCALED_MATRIX_ORDER)} as separate matrices; train with layerwise_scalings=False, or adapt only these"
             )
-        positions[name] = int(found[1]), _MODULE_ORDER.index(found[2])
+        positions[name] = int(found[1]), _SCALED_MATRIX_ORDER.index(found[2])
     return {name: index for index, name in enumerate(sorted(positions, key=lambda name: positions[name]))}
 
 
-def _scaling_indices(adapters: Sequence[Adapter], matrix: str, module_index: int) -> NDArray[np.int32]:
-    """Return, for each row of the concatenated `down` matrices, the index of its adapter's scaling among those of all modules."""
-    ranks = [len(adapter.low_rank_updates[matrix].down) if matrix in adapter.low_rank_updates else 0 for adapter in adapters]
-    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(module_index * len(adapters)), ranks)
+def _scaling_indices(adapters: Sequence[Adapter], matrix: str, matrix_index: int) -> NDArray[np.int32]:
+    """Return for each row of the concatenated lora_A the index, in the classifier's output, of the scaling of the row's adapter."""
+    ranks = [len(adapter.low_rank_updates[matrix].lora_a) if matrix in adapter.low_rank_updates else 0 for adapter in adapters]
+    return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(matrix_index * len(adapters)), ranks)
 
 
-def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, weight: float, path: Path) -> LowRank:
-    """Return the low-rank updates that all adapters have for a matrix, concatenated along the rank and multiplied by `weight`."""
+def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, global_weight: float, path: Path) -> LowRankUpdate:
+    """Return the low-rank updates that all adapters have for a matrix, concatenated along the rank and multiplied by `global_weight`."""
     updates = [adapter.low_rank_updates[matrix] for adapter in adapters if matrix in adapter.low_rank_updates]
     with np.errstate(over="ignore", invalid="ignore"):
-        up = np.concatenate([update.up for update in updates], axis=1) * np.float32(weight)
-    if not np.isfinite(up).all():
+        lora_b = np.concatenate([update.lora_b for update in updates], axis=1) * np.float32(global_weight)
+    if not np.isfinite(lora_b).all():
         raise CheckpointError(
-            f"{path}: global_scaling_weight = {weight:g} makes values of {matrix} that are beyond float32: use another adapter"
+            f"{path}: with global_scaling_weight = {global_weight:g}, values of {matrix} exceed float32: use another adapter"
         )
-    return LowRank(np.concatenate([update.down for update in updates]), up)
+    return LowRankUpdate(np.concatenate([update.lora_a for update in updates]), lora_b)
 
 
 def _read_classifier_layers(fields: JsonFields) -> tuple[int, list[int]]:
-    """Return the distance of the numbers of the classifier's linear layers in its file, and how many values each layer reads."""
-    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout modules have layer numbers too
-    depth, width = fields.integer("xlora_depth", 1, most=_MAX_DEPTH), fields.integer("xlora_size", 2048, most=_MAX_WIDTH)
+    """Return the step between the numbers of the classifier's linear layers in its file, and the input size of each layer."""
+    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout also have layer numbers
+    depth = fields.integer("xlora_depth", 1, most=_MAX_CLASSIFIER_DEPTH)
+    width = fields.integer("xlora_size", 2048, most=_MAX_CLASSIFIER_WIDTH)
     return step, [fields.integer("hidden_size", 4096), *[width] * (depth - 1)]
 
 
 def _read_classifier(
     directory: Path, settings_path: Path, num_adapters: int, step: int, widths: Sequence[int]
 ) -> tuple[tuple[Floats, Floats], ...]:
-    """Read weight and bias of each layer. `step`, `widths`: from `_read_classifier_layers`, and the number of scalings."""
+    """Return weight and bias of each layer. `step` is from `_read_classifier_layers`; `widths` adds the number of outputs to its sizes."""
     path = next(iter(adapter_files(directory)), None)
     if path is None:
         raise CheckpointError(f"{directory} holds neither {' nor '.join(ADAPTER_FILES)}, where X-LoRA's classifier is: download it again")
@@ -247,10 +246,10 @@ def _read_classifier(
         found = _CLASSIFIER_TENSOR.fullmatch(name)
         if found is None:
             raise CheckpointError(
-                f"{path} holds {name_list([name])} that is none of X-LoRA's classifier: it may compute something else with it"
+                f"{path} holds {name_list([name])} that no X-LoRA classifier has: the adapter may compute something else with it"
             )
         if (key := (int(found[1]), found[2])) in tensors:
-            raise CheckpointError(f"{path} holds {name} and {tensors[key][0]}, which are the same: export the adapter again")
+            raise CheckpointError(f"{path} holds {name} and {tensors[key][0]}, which are the same tensor: export the adapter again")
         tensors[key] = name, tensor
     expected = {
         (step * layer, kind): shape
@@ -259,7 +258,7 @@ def _read_classifier(
     }
     missing = {key: shape for key, shape in expected.items() if key not in tensors}
     wrong = [f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in missing.items()]
-    wrong += [f"{name} is one too many" for key, (name, _) in tensors.items() if key not in expected]
+    wrong += [f"{name} is not expected" for key, (name, _) in tensors.items() if key not in expected]
     wrong += [
         f"{tensors[key][0]} is {list(tensors[key][1].shape)} instead of {list(shape)}"
         for key, shape in expected.items()
@@ -268,20 +267,20 @@ def _read_classifier(
     if wrong:
         wrong = wrong[:8]
         if any(number < num_adapters for number, _ in missing):
-            wrong.append("PEFT 0.21.2 leaves such layers out, whose number is also an adapter's: write the classifier's whole state there")
+            wrong.append("PEFT 0.21.2 omits layers whose number is also an adapter's: write the whole state_dict of the classifier")
         raise CheckpointError(
-            f"{path} does not hold the classifier that {settings_path} describes: {'; '.join(wrong)}; or one of the two files is another "
-            "adapter's"
+            f"{path} does not hold the classifier that {settings_path} describes: {'; '.join(wrong)}; or the two files belong to different "
+            "adapters"
         )
     arrays = {key: as_float32(path, *tensors[key]) for key in expected}
     numbers = sorted({number for number, _ in expected})
     return tuple((arrays[number, "weight"], arrays[number, "bias"]) for number in numbers)
 
 
-def _digest_values(weight: float, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:
+def _adapter_digest(global_weight: float, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:
     """Return a digest of every value that can change a token."""
     scaling = (mixture.num_scaled_matrices, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.scaling_pass_value)
-    digest = hashlib.sha256(repr(("x-lora", *scaling, weight)).encode())
+    digest = hashlib.sha256(repr(("x-lora", *scaling, global_weight)).encode())
     for adapter in adapters:
         digest.update(adapter.digest)
     for values in (array for layer in mixture.classifier for array in layer):

@@ -1,8 +1,8 @@
-"""Convert GGUF blocks of 1 to 3 bits a weight, and FP4 blocks, to 4-bit codes of a table of values. Values stay the same, bit for bit.
+"""Convert GGUF blocks of 1 to 3 bits a weight, and NVFP4 blocks, to 4-bit codes and a table of values, without any change of values.
 
 A block of an IQ1, IQ2 or IQ3 type stores signs, scales and indices of a codebook, whose entries are the magnitudes of 4 or 8 weights. In
-each type a weight has at most 16 different values before scaling, so a 4-bit code for each weight is enough. The `gguf` package has the
-codebooks; only these types need it. Source of the layouts: ggml-common.h and ggml-quants.c of ggml.
+each type a weight has at most 16 different values before scaling, so a 4-bit code for each weight is enough. The codebooks
+are in the package `gguf`, which only these types need. Source of the layouts: ggml-common.h and ggml-quants.c of ggml.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ from paceline.installation import install_command
 from paceline.models.grouped import pack_nibbles
 
 Bytes = NDArray[np.uint8]
-Parts = tuple[Bytes, NDArray[np.float32], None]
-"""Of n blocks: packed codes, scales [n, groups in a block], and None for minimums, as in `BlockParts`."""
+Floats = NDArray[np.float32]
+CodesScalesMinimums = tuple[Bytes | NDArray[np.int8], Floats, Floats | None]
+"""Arrays of n blocks: codes as in `GroupedMatrix`, scales [n, groups in a block], and minimums of the same shape (None for some types)."""
 
-_SIGN_BIT = np.uint8(8)  # the bit that negative values have in their code
+_SIGN_BIT = np.uint8(8)  # this bit of a 4-bit code is set for negative values
 
 
 def _signed_table(magnitudes: Sequence[int]) -> NDArray[np.int8]:
-    """Return the values of the 16 codes: the low three bits are the index of the magnitude, and the fourth is the sign."""
+    """Return the values of the 16 codes. The low three bits of a code are the index of the magnitude, the fourth bit is the sign."""
     half = np.zeros(8, np.int8)
     half[: len(magnitudes)] = magnitudes
     return np.concatenate([half, -half])
@@ -34,31 +35,26 @@ IQ2_VALUES = _signed_table((8, 25, 43))
 IQ3_XXS_VALUES = _signed_table((4, 12, 20, 28, 36, 44, 52, 62))
 IQ3_S_VALUES = _signed_table((1, 3, 5, 7, 9, 11, 13, 15))
 IQ1_VALUES = np.array([-7, 1, 9, *[0] * 5, -9, -1, 7, *[0] * 5], np.int8)
-"""Eight times the values -1, 0 and 1 with the offset 1/8 (codes below 8) or -1/8."""
+"""Eight times the values -1, 0 and 1 plus an offset, which is 1/8 for codes below 8 and -1/8 for the others."""
 Q1_VALUES = np.array([-1, 1, *[0] * 14], np.int8)
 
 
 @cache
 def _codebook(name: str, magnitudes: tuple[int, ...]) -> Bytes:
-    """Return the codebook of a type with indices into `magnitudes` as entries, [number of entries, 4 or 8]."""
-    quant_class = _gguf_quant_class(name)
-    quant_class.init_grid()
-    entries = np.asarray(quant_class.grid).reshape(quant_class.grid_shape)
-    codes = np.searchsorted(np.array(magnitudes), entries)
-    return codes.astype(np.uint8)
-
-
-def _gguf_quant_class(name: str) -> Any:
+    """Return the codebook of a block type, [number of entries, 4 or 8]. Its values are indices into `magnitudes`."""
     try:
         from gguf import quants
     except ImportError as error:
-        raise BackendUnavailableError(f"GGUF blocks of type {name} take the package gguf to read: {install_command('gguf')}") from error
-    return getattr(quants, name)
+        raise BackendUnavailableError(f"GGUF blocks of type {name} need the package gguf: {install_command('gguf')}") from error
+    quant_class: Any = getattr(quants, name)
+    quant_class.init_grid()
+    entries = np.asarray(quant_class.grid).reshape(quant_class.grid_shape)
+    return np.searchsorted(np.array(magnitudes), entries).astype(np.uint8)
 
 
 @cache
 def _sign_bytes() -> Bytes:
-    """Return for each 7-bit index a byte with the signs of eight weights. The number of negative signs is always even."""
+    """Return for each 7-bit index a byte with the signs of eight weights, of which an even number is negative."""
     index = np.arange(128, dtype=np.uint8)
     is_odd = np.unpackbits(index[:, None], axis=1).sum(axis=1, dtype=np.uint8) & np.uint8(1)
     signs: Bytes = index | is_odd << np.uint8(7)
@@ -66,18 +62,18 @@ def _sign_bytes() -> Bytes:
 
 
 def _pack_with_signs(codes: Bytes, sign_bytes: Bytes) -> Bytes:
-    """Return packed codes [n, 128] from codes of magnitudes, 256 for each block, and their signs as bits [n, 32]."""
+    """Return packed codes [n, 128] of n blocks, from 256 indices of magnitudes for each block and their sign bits in bytes [n, 32]."""
     signs = np.unpackbits(sign_bytes.reshape(len(codes), -1), axis=1, bitorder="little")
     return pack_nibbles(codes.reshape(len(codes), -1) | signs * _SIGN_BIT)
 
 
 def read_float16_as_float32(blocks: Bytes, start: int = 0) -> NDArray[np.float32]:
     """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+    return view_bytes_as(blocks, start, start + 2, "<f2").astype(np.float32)
 
 
 def _read_nibbles(values: Bytes) -> NDArray[np.float32]:
-    """Return the low and the high four bits of each byte as two neighbours, [n, 2 * w] from [n, w]."""
+    """Return the low and then the high four bits of each byte, [n, 2 * w] from [n, w]."""
     return np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=2).reshape(len(values), -1).astype(np.float32)
 
 
@@ -87,20 +83,20 @@ def _shift_right(values: NDArray[Any], *shifts: int) -> NDArray[Any]:
     return shifted.reshape(len(values), -1)
 
 
-def _view_bytes_as(blocks: Bytes, start: int, end: int, item_type: str) -> NDArray[Any]:
+def view_bytes_as(blocks: Bytes, start: int, end: int, item_type: str) -> NDArray[Any]:
     return np.ascontiguousarray(blocks[:, start:end]).view(item_type)
 
 
 def _scales_with_half_steps(blocks: Bytes, factors: NDArray[Any], unit: float) -> NDArray[np.float32]:
-    """Return block scale * (0.5 + factor) * unit. It is exact, because all operands have few significant bits."""
+    """Return block scale * (0.5 + factor) * unit. The product is exact, because all operands have few significant bits."""
     scales: NDArray[np.float32] = read_float16_as_float32(blocks) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(unit)
     return scales
 
 
-def iq2_xxs(blocks: Bytes) -> Parts:
+def read_iq2_xxs(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 66 bytes. 32 weights have four 8-bit codebook indices, four 7-bit indices of signs, and a 4-bit scale."""
-    words = _view_bytes_as(blocks, 2, 66, "<u4")
-    entries = _view_bytes_as(words[:, ::2].copy().view(np.uint8), 0, 32, "u1")
+    words = view_bytes_as(blocks, 2, 66, "<u4")
+    entries = view_bytes_as(words[:, ::2].copy().view(np.uint8), 0, 32, "u1")
     signs = _sign_bytes()[_shift_right(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
     return (
         _pack_with_signs(_codebook("IQ2_XXS", (8, 25, 43))[entries], signs),
@@ -109,50 +105,50 @@ def iq2_xxs(blocks: Bytes) -> Parts:
     )
 
 
-def iq2_xs(blocks: Bytes) -> Parts:
+def read_iq2_xs(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 74 bytes. 8 weights have a 9-bit codebook index and a 7-bit index of signs; 16 weights share a 4-bit scale."""
-    words = _view_bytes_as(blocks, 2, 66, "<u2")
+    words = view_bytes_as(blocks, 2, 66, "<u2")
     codes = _codebook("IQ2_XS", (8, 25, 43))[words & np.uint16(511)]
     return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
 
 
-def iq2_s(blocks: Bytes) -> Parts:
+def read_iq2_s(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 82 bytes. 8 weights have a 10-bit codebook index and 8 sign bits; 16 weights share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
     codes = _codebook("IQ2_S", (8, 25, 43))[blocks[:, 2:34] | high]
     return _pack_with_signs(codes, blocks[:, 34:66]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
 
 
-def iq3_xxs(blocks: Bytes) -> Parts:
+def read_iq3_xxs(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 98 bytes. 4 weights have an 8-bit codebook index; 32 weights have four 7-bit indices of signs and a 4-bit scale."""
-    words = _view_bytes_as(blocks, 66, 98, "<u4")
+    words = view_bytes_as(blocks, 66, 98, "<u4")
     signs = _sign_bytes()[_shift_right(words, 0, 7, 14, 21) & np.uint32(127)]
     codes = _codebook("IQ3_XXS", (4, 12, 20, 28, 36, 44, 52, 62))[blocks[:, 2:66]]
     return _pack_with_signs(codes, signs), _scales_with_half_steps(blocks, words >> 28, 0.5), None
 
 
-def iq3_s(blocks: Bytes) -> Parts:
+def read_iq3_s(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 110 bytes. 4 weights have a 9-bit codebook index and 4 sign bits; 32 weights share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], *range(8)) & np.uint8(1)).astype(np.uint16) << 8
     codes = _codebook("IQ3_S", (1, 3, 5, 7, 9, 11, 13, 15))[blocks[:, 2:66] | high]
     return _pack_with_signs(codes, blocks[:, 74:106]), read_float16_as_float32(blocks) * (1 + 2 * _read_nibbles(blocks[:, 106:])), None
 
 
-def iq1_s(blocks: Bytes) -> Parts:
+def read_iq1_s(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 50 bytes. 8 weights have an 11-bit codebook index; 32 weights share a 3-bit scale and the sign of the offset."""
-    high = _view_bytes_as(blocks, 34, 50, "<u2")
+    high = view_bytes_as(blocks, 34, 50, "<u2")
     entries = blocks[:, 2:34] | (_shift_right(high, 0, 3, 6, 9) & np.uint16(7)) << 8
     codes = _codebook("IQ1_S", (-1, 0, 1))[entries].reshape(len(blocks), 8, 32) | (high >> 15).astype(np.uint8)[:, :, None] * _SIGN_BIT
     scales = read_float16_as_float32(blocks) * (2 * (high >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
     return pack_nibbles(codes.reshape(len(blocks), -1)), scales, None
 
 
-def iq1_m(blocks: Bytes) -> Parts:
+def read_iq1_m(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 56 bytes. 8 weights have an 11-bit codebook index and the sign of the offset; 16 weights share a 3-bit scale.
 
     The float16 scale of the block is in the top four bits of the four 16-bit words with the 3-bit scales.
     """
-    high, words = _shift_right(blocks[:, 32:48], 0, 4), _view_bytes_as(blocks, 48, 56, "<u2")
+    high, words = _shift_right(blocks[:, 32:48], 0, 4), view_bytes_as(blocks, 48, 56, "<u2")
     half = ((words >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16, keepdims=True)
     entries = blocks[:, :32] | (high & np.uint8(7)).astype(np.uint16) << 8
     codes = _codebook("IQ1_S", (-1, 0, 1))[entries] | (high & _SIGN_BIT)[:, :, None]
@@ -160,8 +156,8 @@ def iq1_m(blocks: Bytes) -> Parts:
     return pack_nibbles(codes.reshape(len(blocks), -1)), half.view("<f2").astype(np.float32) * factors * np.float32(0.125), None
 
 
-def tq1_0(blocks: Bytes) -> Parts:
-    """Read blocks of 54 bytes. A byte holds five weights of -1, 0 or 1 as base-3 digits of byte / 256, the last four bytes four each."""
+def read_tq1_0(blocks: Bytes) -> CodesScalesMinimums:
+    """Read blocks of 54 bytes. A byte holds five weights of -1, 0 or 1 as base-3 digits of byte / 256; each of the last four holds four."""
     parts = []
     for start, end, width, count in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
         digits = blocks[:, start:end].reshape(len(blocks), -1, 1, width) * np.array([3**power for power in range(count)], np.uint8)[:, None]
@@ -169,14 +165,14 @@ def tq1_0(blocks: Bytes) -> Parts:
     return pack_nibbles(np.concatenate(parts, axis=1)), np.repeat(read_float16_as_float32(blocks, 52), 8, 1), None
 
 
-def tq2_0(blocks: Bytes) -> Parts:
+def read_tq2_0(blocks: Bytes) -> CodesScalesMinimums:
     """Read blocks of 66 bytes. A byte holds four weights of -1, 0 or 1, which are 32 columns apart."""
     codes = (blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
     return pack_nibbles(codes.reshape(len(blocks), -1)), np.repeat(read_float16_as_float32(blocks, 64), 8, 1), None
 
 
-def nvfp4(blocks: Bytes) -> Parts:
-    """Read blocks of 36 bytes: four scales in unsigned 8-bit floats (4 exponent bits, 3 mantissa bits), each with 16 FP4 weights."""
+def read_nvfp4(blocks: Bytes) -> CodesScalesMinimums:
+    """Read blocks of 36 bytes: four scales, which are unsigned E4M3 floats, and 16 FP4 weights for each of them."""
     exponents, mantissas = (blocks[:, :4] >> np.uint8(3) & np.uint8(15)).astype(np.int32), (blocks[:, :4] & np.uint8(7)).astype(np.float32)
     normal = np.ldexp(1 + mantissas / 8, exponents - 7)
     scales = np.where(exponents == 0, np.ldexp(mantissas, -9), normal).astype(np.float32) * np.float32(0.5)
@@ -185,6 +181,6 @@ def nvfp4(blocks: Bytes) -> Parts:
     return pack_nibbles(np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=2).reshape(len(blocks), -1)), scales, None
 
 
-def q1_0(blocks: Bytes) -> Parts:
-    """Read blocks of 18 bytes: a scale and 128 bits, where 1 is the weight 1 and 0 the weight -1."""
+def read_q1_0(blocks: Bytes) -> CodesScalesMinimums:
+    """Read blocks of 18 bytes: a scale and 128 bits. Bit 1 is the weight 1, bit 0 the weight -1."""
     return pack_nibbles(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")), np.repeat(read_float16_as_float32(blocks), 4, 1), None

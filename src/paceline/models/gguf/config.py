@@ -1,4 +1,4 @@
-"""Derive config.json fields from the metadata of a GGUF file. `models/config.py` then reads the model's config from them."""
+"""Derive config.json fields from the metadata of a GGUF file. `models/config.py` then reads the model's config from these fields."""
 
 import math
 import re
@@ -21,7 +21,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors with divisors of rotary frequencies. They are read with the config, not as weights."""
 
 _DRAFTER_ARCHITECTURES = ("eagle3", "dflash")
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE_FIELDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _METADATA_KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
@@ -41,10 +41,10 @@ _METADATA_KEYS = {
     "rope_scaling": "rope.scaling.type",
     "rope_theta": "rope.freq_base",
 }
-"""Metadata keys of config.json fields, without the architecture prefix. Errors name the key in place of the field."""
+"""Metadata keys, without the architecture prefix, of config.json fields. Errors name the key instead of the field."""
 
 
-_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+_NEUTRAL_METADATA_VALUES: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -57,8 +57,8 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
 }
-"""Metadata that changes the network, and the values with which it does not. Files of a family that does not read a key must have such a
-value. Source: llama.cpp, src/llama-arch.cpp."""
+"""Metadata keys that can change the network, and the values that leave it unchanged. If a family does not read a key, only such a value
+is accepted. Source: llama.cpp, src/llama-arch.cpp."""
 
 
 _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
@@ -66,7 +66,7 @@ _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "mi
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the config of a GGUF file's model. With quantised matrices, computations are in float32, which holds all their values.
+    """Return the config of a GGUF file's model. If most bytes are quantised, computations are in float32, which holds all values.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the network is not supported.
@@ -87,7 +87,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def read_decoder_fields(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json fields for sizes and rotary embeddings of the layers of a drafting head in a GGUF file.
+    """Return the config.json fields for the layer sizes and rotary embeddings of a drafting head in a GGUF file.
 
     Raises:
         CheckpointError: A value is missing, out of range or not supported.
@@ -108,7 +108,7 @@ def gguf_format(family: Family) -> GgufFormat:
 
 
 def with_metadata_keys(error: CheckpointError, architecture: str, keys: Mapping[str, str]) -> CheckpointError:
-    """Return an error about config.json fields with the names of the fields replaced by metadata keys.
+    """Return `error` with the names of config.json fields replaced by GGUF metadata keys.
 
     Args:
         keys: metadata keys of config.json fields that only this family has.
@@ -119,11 +119,11 @@ def with_metadata_keys(error: CheckpointError, architecture: str, keys: Mapping[
 
 
 def _find_family(fields: GgufFields) -> Family:
-    """Return the family of a GGUF file. If families share its architecture, one whose `matches` returns true takes precedence."""
+    """Return the model family of a GGUF file. If several have its architecture, a family whose `matches` returns true takes precedence."""
     if fields.architecture in ASSISTANT_ARCHITECTURES:
-        raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter of that model")
+        raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass the file as its drafter")
     if fields.architecture in _DRAFTER_ARCHITECTURES:
-        raise CheckpointError(f"{fields.file.path} holds a drafter ({fields.architecture}): pass it as the drafter of the model it is for")
+        raise CheckpointError(f"{fields.file.path} holds a drafter ({fields.architecture}): pass it as the drafter of its target")
     formats = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     formats.sort(key=lambda item: item[1].matches is None)
     for family, gguf in formats:
@@ -143,7 +143,7 @@ class _ConfigReader(GgufFields):
         self._family, self._format = family, gguf_format(family)
 
     def config_fields(self) -> dict[str, Any]:
-        """Return all config.json fields: those that every family has, and the family's own."""
+        """Return the config.json fields that every family has, and those that only this family has."""
         decoder = self.decoder_fields()
         num_blocks = decoder["num_hidden_layers"]
         values: dict[str, Any] = {
@@ -181,9 +181,9 @@ class _ConfigReader(GgufFields):
         """Refuse metadata that changes the network and that `config_fields` has not read.
 
         Raises:
-            CheckpointError: there is such a value.
+            CheckpointError: The metadata holds such a value.
         """
-        for key, neutral in _NEUTRAL_VALUES.items():
+        for key, neutral in _NEUTRAL_METADATA_VALUES.items():
             if key not in self.keys_read and (value := self.architecture_value(key)) is not None and value not in neutral:
                 raise CheckpointError(
                     f"{self.file.path}: {self.architecture}.{key} = {shortened(value)} is not supported for {self._family.name}, "
@@ -200,7 +200,7 @@ class _ConfigReader(GgufFields):
         return size
 
     def _end_token_ids(self) -> list[Any]:
-        """Return the end-of-sequence tokens without checking them, because `config_from_values` does."""
+        """Return the ids of end-of-sequence tokens. `config_from_values` checks them."""
         ids = [self.metadata_value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
@@ -210,18 +210,18 @@ class _ConfigReader(GgufFields):
         if rotary_size > head_size:
             self.raise_invalid("rope.dimension_count", rotary_size, f"at most the head size, {head_size}")
         values = {"rope_theta": theta, "partial_rotary_factor": rotary_size / head_size}
-        original = self.count("rope.scaling.original_context_length", max_positions)
-        scaling = self._rope_scaling_fields(theta, rotary_size, original, max_positions)
+        original_len = self.count("rope.scaling.original_context_length", max_positions)
+        scaling = self._rope_scaling_fields(theta, rotary_size, original_len, max_positions)
         if scaling is None:
             return values
-        original = scaling.get("original_max_position_embeddings", original)
-        return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original}
+        original_len = scaling.get("original_max_position_embeddings", original_len)
+        return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original_len}
 
-    def _rope_scaling_fields(self, theta: float, rotary_size: int, original: int, max_positions: int) -> dict[str, Any] | None:
+    def _rope_scaling_fields(self, theta: float, rotary_size: int, original_len: int, max_positions: int) -> dict[str, Any] | None:
         kind = self.architecture_value("rope.scaling.type") or "none"
         factor = self.number("rope.scaling.factor", 1.0)
         if self.has_tensor("rope_factors_short.weight") or self.has_tensor("rope_factors_long.weight"):
-            return self._longrope_fields(rotary_size, original, max_positions)
+            return self._longrope_fields(rotary_size, original_len, max_positions)
         if self.has_tensor("rope_freqs.weight"):
             if kind != "none":
                 raise CheckpointError(
@@ -233,14 +233,14 @@ class _ConfigReader(GgufFields):
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind == "yarn":
-            return self._yarn_fields(factor, original)
+            return self._yarn_fields(factor, original_len)
         raise CheckpointError(
             f"{self.file.path}: rope.scaling.type = {shortened(kind)} is not supported, only none, linear, yarn and longrope are"
         )
 
-    def _yarn_fields(self, factor: float, original: int) -> dict[str, Any]:
+    def _yarn_fields(self, factor: float, original_len: int) -> dict[str, Any]:
         betas = {name: self.architecture_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original_len}
         scaling |= {name: beta for name, beta in betas.items() if beta is not None}
         if (multiplier := self.architecture_value("rope.scaling.yarn_log_multiplier")) is not None:
             return {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
@@ -249,25 +249,25 @@ class _ConfigReader(GgufFields):
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
         return scaling
 
-    def _longrope_fields(self, rotary_size: int, original: int, max_positions: int) -> dict[str, Any]:
+    def _longrope_fields(self, rotary_size: int, original_len: int, max_positions: int) -> dict[str, Any]:
         short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
-        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original}
-        ratio = max_positions / original
-        implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
-        stated = self.number("rope.scaling.attn_factor", implied)
-        if not math.isclose(stated, implied, rel_tol=1e-6):  # equal but for rounding to float32 in the file
-            scaling["attention_factor"] = stated
+        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original_len}
+        ratio = max_positions / original_len
+        default_factor = math.sqrt(1 + math.log(ratio) / math.log(original_len)) if ratio > 1 and original_len > 1 else 1.0
+        attn_factor = self.number("rope.scaling.attn_factor", default_factor)
+        if not math.isclose(attn_factor, default_factor, rel_tol=1e-6):  # the file's value is rounded to float32
+            scaling["attention_factor"] = attn_factor
         return scaling
 
     def _fields_from_rope_freqs(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
-        """Return rope fields for stored divisors of frequencies: as llama3 if its formula gives the same ones, else as longrope."""
+        """Return rope fields for the divisors in `rope_freqs.weight`: type llama3 if its formula gives these divisors, else longrope."""
         divisors = self._read_divisors("rope_freqs.weight", rotary_size)
         factor = max(divisors)
         if factor > 1:
             rope = RopeConfig(float(theta), RopeType.LLAMA3, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
             plain = inverse_frequencies(RopeConfig(float(theta)), rotary_size)[0]
             if np.allclose(inverse_frequencies(rope, rotary_size)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
-                return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+                return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE_FIELDS}
         return {
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -279,5 +279,5 @@ class _ConfigReader(GgufFields):
     def _read_divisors(self, name: str, rotary_size: int) -> list[float]:
         divisors = [float(str(value)) for value in self.float32_vector(name, rotary_size // 2)]
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
-            raise CheckpointError(f"{self.file.path}: {name} holds a number that is not above 0; download the file again")
+            raise CheckpointError(f"{self.file.path}: {name} holds a value that is not finite and above 0; download the file again")
         return divisors

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF file, and config.json fields derived from it."""
+"""Read typed metadata values of a GGUF file, and config.json fields that follow from them."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -15,7 +15,7 @@ MTP_TENSOR = "nextn.eh_proj.weight"
 
 
 class GatingFunction(IntEnum):
-    """llama.cpp's numbers for the function from router logits to expert weights (`llama_expert_gating_func_type`)."""
+    """llama.cpp's numbers of the functions that turn router logits into expert weights (`llama_expert_gating_func_type`)."""
 
     SOFTMAX = 1
     SIGMOID = 2
@@ -23,11 +23,11 @@ class GatingFunction(IntEnum):
 
 
 class GgufFields:
-    """Typed access to the metadata of one file.
+    """Reads typed values from the metadata of one GGUF file.
 
     Attributes:
         architecture: value of `general.architecture`, the prefix of most keys.
-        keys_read: keys, without this prefix, that were read.
+        keys_read: keys that were read, without this prefix.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -36,10 +36,10 @@ class GgufFields:
         self.keys_read = set[str]()
 
     def metadata_value(self, key: str) -> Any:
-        """Return the metadata value of a full key; None if the key is absent."""
+        """Return the metadata value of a full key such as `general.name`; None if the key is absent."""
         value = self.file.metadata.get(key)
-        # Metadata floats are float32. The shortest decimal that rounds to one, such as 1e-05, is the number in the original config.json.
-        with np.errstate(over="ignore"):  # callers refuse infinity, which a number outside float32 becomes
+        # Metadata floats are rounded to float32. The shortest decimal of the float32, such as 1e-05, is the original number in config.json.
+        with np.errstate(over="ignore"):  # a number outside float32 becomes infinite, which callers refuse
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def architecture_value(self, key: str) -> Any:
@@ -48,7 +48,7 @@ class GgufFields:
         return self.metadata_value(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return a number above 0 for `{architecture}.{key}`. If there is a default, 0 counts as absent.
+        """Return the value of `{architecture}.{key}`, a number above 0. If a default is given, 0 counts as absent.
 
         Raises:
             CheckpointError: The key is absent without a default, or its value is not a number above 0.
@@ -62,7 +62,7 @@ class GgufFields:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return an integer above 0. Arguments and errors as in `number`."""
+        """Return the value of `{architecture}.{key}`, an integer above 0. Arguments and errors as in `number`."""
         value = self.number(key, default)
         if not isinstance(value, int):
             self.raise_invalid(key, value, "a whole number")
@@ -75,10 +75,10 @@ class GgufFields:
         )
 
     def uniform_layer_size(self, key: str, default: int | None = None, *, allows_zero: bool = False, allows_mixed: bool = False) -> int:
-        """Return a size that all layers share. Metadata may hold one number, or a list with one for each layer.
+        """Return a size that is equal in all layers. The metadata value may be one number, or a list with a number for each layer.
 
         Args:
-            allows_zero: ignore zeros in the list, which mean that a layer has no attention or no MLP.
+            allows_zero: ignore zeros in the list, which mark layers without attention or without an MLP.
             allows_mixed: sizes may differ; return the first one.
         """
         value = self.architecture_value(key)
@@ -96,14 +96,14 @@ class GgufFields:
         return name in self.file.tensors
 
     def has_in_any_block(self, name: str, num_blocks: int) -> bool:
-        """Return whether any of the blocks has a tensor with this name after the prefix, such as `attn_q.bias`."""
+        """Return whether any block has the tensor `blk.{number}.{name}`, such as `attn_q.bias`."""
         return any(self.has_tensor(f"blk.{block}.{name}") for block in range(num_blocks))
 
     def constant_vector(self, name: str, size: int) -> float:
-        """Return the value that all elements of a float32 vector have.
+        """Return the common value of all elements of a float32 vector.
 
         Raises:
-            CheckpointError: The file lacks the tensor, or it is not such a vector of `size` elements.
+            CheckpointError: The file lacks the tensor, or the tensor is not a float32 vector of `size` equal elements above 0.
         """
         values = self.float32_vector(name, size)
         if not 0 < values.min() == values.max() < np.inf:
@@ -111,20 +111,20 @@ class GgufFields:
                 f"{self.file.path}: {name} holds numbers from {values.min()} to {values.max()}, expected one number above 0; "
                 "download the file again"
             )
-        return float(str(values[0]))  # the shortest decimal, see `metadata_value`
+        return float(str(values[0]))  # shortest decimal, as in `metadata_value`
 
     def num_blocks(self) -> int:
-        """Return `block_count`, checked against the number of tensors, so that a damaged file cannot make lists of any length."""
+        """Return `block_count`. It must not exceed the number of tensors, so that a damaged file cannot cause huge allocations."""
         count = self.count("block_count")
         if count > len(self.file.tensors):
-            self.raise_invalid("block_count", count, f"at most as many as the file has tensors, {len(self.file.tensors)}")
+            self.raise_invalid("block_count", count, f"at most the number of tensors, {len(self.file.tensors)}")
         return count
 
     def vocab_size(self, hidden_size: int) -> int:
         """Return the number of rows of the token embedding.
 
         Raises:
-            CheckpointError: The file lacks the tensor, or it has another width than `hidden_size`.
+            CheckpointError: The file lacks the tensor, or its rows do not have `hidden_size` elements.
         """
         table = self.file.tensors.get("token_embd.weight")
         if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
@@ -138,7 +138,7 @@ class GgufFields:
         """Return a vector that must be stored in float32.
 
         Raises:
-            CheckpointError: The file lacks the tensor, or it is not a float32 vector of `size` elements.
+            CheckpointError: The file lacks the tensor, or the tensor is not a float32 vector of `size` elements.
         """
         tensor = self.file.tensors.get(name)
         if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (size,):
@@ -155,7 +155,7 @@ class GgufFields:
         """Return the number of layers: `num_blocks` minus the modules for multi-token prediction (MTP) after the last layer.
 
         Args:
-            min_mtp_modules: number of MTP modules that the file has tensors of, if metadata states fewer.
+            min_mtp_modules: number of MTP modules if the metadata contain a smaller number or none.
         """
         key = "nextn_predict_layers"
         num_modules = max(self.count(key) if self.architecture_value(key) else 0, min_mtp_modules)
@@ -164,9 +164,9 @@ class GgufFields:
         return num_blocks - num_modules
 
     def read_layer_types(self, num_layers: int) -> dict[str, Any]:
-        """Return the config.json field `layer_types`, from the metadata's list or interval; no field if there is neither."""
+        """Return the config.json field `layer_types` from `attention.sliding_window_pattern`; no field if this key is absent."""
         pattern = self.architecture_value("attention.sliding_window_pattern")
-        if type(pattern) is int and pattern >= 0:  # every `pattern`-th layer has full attention, or none if it is 0
+        if type(pattern) is int and pattern >= 0:  # an interval: every `pattern`-th layer has full attention; 0 = no layer
             pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
         if pattern is None:
             return {}
@@ -191,7 +191,7 @@ class GgufFields:
         Args:
             width: `moe_intermediate_size` if metadata has no `expert_feed_forward_length`.
             is_normalized: `norm_topk_prob` if metadata has no `expert_weights_norm`.
-            gating: functions that metadata may state for this architecture. The first one is in the error if it states another.
+            gating: supported values of `expert_gating_func`. The error for another value names the first one.
         """
         if (found := self.architecture_value("expert_gating_func")) not in (None, 0, *gating):
             self.raise_invalid("expert_gating_func", found, str(int(gating[0])))

@@ -1,4 +1,4 @@
-"""Open GGUF files: a header, then the tensors' bytes, in one file or several parts. Files are memory-mapped."""
+"""Open GGUF files as memory maps. A model is in one file, or split into several parts, each with a header and tensors."""
 
 import re
 from collections import Counter
@@ -20,12 +20,12 @@ _FILE_TYPES = (
     *("Q5_K_S", "Q5_K_M", "Q6_K", "IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S"),
     *("IQ2_M", "IQ4_XS", "IQ1_M", "BF16"),
 )
-"""Names of the numbers in `general.file_type`; None = the number is no longer used. Source: llama.cpp's include/llama.h, `llama_ftype`."""
+"""Names of the values 0, 1, … of `general.file_type`; None = no longer used. Source: llama.cpp's include/llama.h, `llama_ftype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of a split file. `metadata` is that of the first part; `tensors` has those of all parts, by name."""
+    """A GGUF file, or all parts of a split file. `metadata` is of the first part, `tensors` of all parts, by name."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -33,13 +33,13 @@ class GgufFile:
 
     @property
     def file_type(self) -> str | None:
-        """Return llama.cpp's name of the quantisation, such as "Q4_K_M"; None = the file does not state it."""
+        """Return llama.cpp's name of the quantisation, such as "Q4_K_M"; None = the metadata do not contain it."""
         number = self.metadata.get("general.file_type")
         return _FILE_TYPES[number] if isinstance(number, int) and 0 <= number < len(_FILE_TYPES) else None
 
     @property
     def main_block_type(self) -> str:
-        """Return the name of the block type that most bytes of the file have."""
+        """Return the name of the block type that has the most bytes in the file."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.block_type.name] += tensor.data.nbytes
@@ -50,7 +50,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Map a GGUF file and read its header. Any part of a split file (`name-00001-of-00003.gguf`) opens all parts.
 
     Raises:
-        CheckpointError: A part is missing or truncated, or a header is not valid for its file's size.
+        CheckpointError: A part is missing or truncated, or a header does not fit the size of its file.
     """
     parts = split_parts(path)
     first = _open_part(parts[0])
@@ -71,13 +71,13 @@ def open_gguf(path: Path) -> GgufFile:
     if len(parts) == 1 and first.metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
             f"{path} is one of {shortened(first.metadata['split.count'])} parts but is not named name-00001-of-0000N.gguf; "
-            "give the parts their names back"
+            "restore the names of the parts"
         )
     return GgufFile(parts[0], first.metadata, tensors)
 
 
 def split_parts(path: Path) -> tuple[Path, ...]:
-    """Return the paths of all parts of a split file, in order; of any other file its own path.
+    """Return the paths of all parts of a split file in order, or only `path` for any other file.
 
     Raises:
         CheckpointError: A part is missing.
@@ -106,8 +106,8 @@ def _open_part(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = HeaderReader(path, file_bytes)
     num_tensors, num_keys = header.read_counts()
-    metadata = Metadata(header, header.metadata_positions(num_keys))
+    metadata = Metadata(header, header.read_metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
         header.raise_damaged(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")
-    return GgufFile(path, metadata, header.tensors(num_tensors, alignment))
+    return GgufFile(path, metadata, header.read_tensors(num_tensors, alignment))

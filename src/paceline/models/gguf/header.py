@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)
+GGUF_VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 """Largest number of metadata keys, and of tensors."""
-MAX_ITEMS = 1 << 21
-"""Limit of the strings and nested arrays in all metadata together, and of the numbers in one array."""
+MAX_ARRAY_ITEMS = 1 << 21
+"""Largest number of strings and nested arrays in all metadata together, and of numbers in one array."""
 MAX_NESTING = 4
 MAX_TEXT_BYTES = 64 << 20
-"""Limit of the bytes of one string, or of all strings in one array."""
+"""Largest size of one string, or of all strings in one array."""
 MAX_NAME_BYTES = 1024
-"""Limit of the bytes of a metadata key or a tensor's name. Real ones have a few dozen bytes."""
+"""Largest size of a metadata key or a tensor's name. Usual sizes are a few dozen bytes."""
 MAX_DIMENSIONS = 4
 _MIN_ENTRY_BYTES = 13  # bytes of the smallest metadata entry: an empty key, a type and a 1-byte value
 
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
+_NUMBER_LAYOUTS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_LENGTH = struct.Struct("<Q")
-_FIXED_BYTES = {value_type: struct.calcsize(layout) for value_type, layout in _NUMBERS.items()} | {_BOOL: 1}
+_LENGTH_LAYOUT = struct.Struct("<Q")
+_BYTES_BY_VALUE_TYPE = {value_type: struct.calcsize(layout) for value_type, layout in _NUMBER_LAYOUTS.items()} | {_BOOL: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a GGUF file. `data` is a view of its bytes. `shape` has columns last, which the file stores first."""
+    """A tensor in a GGUF file. `data` is a view of its bytes. `shape` is in numpy's order, which is the reverse of the file's."""
 
     path: Path
     name: str
@@ -76,7 +76,7 @@ class GgufTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """Metadata values by key: int, float, bool, str or lists. A value is decoded when it is read, because vocabularies are long."""
+    """Metadata values by key: int, float, bool, str or list. A value is decoded only when it is read, because vocabularies are long."""
 
     def __init__(self, header: "HeaderReader", positions: Mapping[str, tuple[int, int]]) -> None:
         self._header = header
@@ -84,7 +84,7 @@ class Metadata(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value_type, start = self._positions[key]
-        return self._header.value_at(start, value_type, key)
+        return self._header.read_value_at(start, value_type, key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._positions
@@ -104,7 +104,7 @@ class HeaderReader:
         self._bytes = file_bytes
         self._view = file_bytes.data
         self._position = 0
-        self._items_left = MAX_ITEMS
+        self._array_items_left = MAX_ARRAY_ITEMS
 
     def raise_damaged(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: {problem}; the file is damaged, download it again")
@@ -113,12 +113,12 @@ class HeaderReader:
         """Read the number of tensors and of metadata keys."""
         magic = bytes(self._view[:4])
         if magic != MAGIC:
-            raise CheckpointError(f"{self._path} begins with {magic!r}, a GGUF file with {MAGIC!r}: it is none, give another file")
+            raise CheckpointError(f"{self._path} begins with {magic!r} instead of {MAGIC!r}: it is not a GGUF file, use another file")
         self._position = 4
         version = self._read_number("<I", "the version")
-        if version not in VERSIONS:
+        if version not in GGUF_VERSIONS:
             raise CheckpointError(
-                f"{self._path} is GGUF version {version}, supported are {VERSIONS[0]} and {VERSIONS[1]}, little-endian; "
+                f"{self._path} is GGUF version {version}, supported are {GGUF_VERSIONS[0]} and {GGUF_VERSIONS[1]}, little-endian; "
                 "get a newer conversion of the model"
             )
         counts = self._read_number("<Q", "the number of tensors"), self._read_number("<Q", "the number of metadata keys")
@@ -128,7 +128,7 @@ class HeaderReader:
                 self.raise_damaged(f"{count} {field_name} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
         return counts
 
-    def metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
+    def read_metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
         """Read `count` metadata entries and return the type and byte position of each value, by key."""
         positions: dict[str, tuple[int, int]] = {}
         for _ in range(count):
@@ -140,12 +140,12 @@ class HeaderReader:
             self._skip_value(value_type, key)
         return positions
 
-    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+    def read_tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read `count` entries of the tensor table and return the tensors by name."""
         table = [self._read_tensor_entry() for _ in range(count)]
         data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
-        spans: list[tuple[int, int, str]] = []
+        byte_ranges: list[tuple[int, int, str]] = []
         for name, shape, block_type, offset in table:
             if name in tensors:
                 self.raise_damaged(f"tensor {name!r} appears twice")
@@ -158,14 +158,14 @@ class HeaderReader:
                     f"tensor {name!r} of type {block_type.name} and shape {list(shape)} is at bytes {begin} to {end} of {len(self._bytes)}"
                 )
             tensors[name] = GgufTensor(self._path, name, block_type, shape, self._bytes[begin:end])
-            spans.append((begin, end, name))
-        for (_, end, first), (begin, _, second) in pairwise(sorted(spans)):
+            byte_ranges.append((begin, end, name))
+        for (_, end, first), (begin, _, second) in pairwise(sorted(byte_ranges)):
             if begin < end:
                 self.raise_damaged(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
         return tensors
 
-    def value_at(self, start: int, value_type: int, key: str) -> Any:
-        """Return the metadata value of type `value_type` at byte `start`, and keep the read position."""
+    def read_value_at(self, start: int, value_type: int, key: str) -> Any:
+        """Return the metadata value of type `value_type` at byte `start`, without a change of the read position."""
         previous, self._position = self._position, start
         try:
             return self._read_value(value_type, key)
@@ -182,7 +182,7 @@ class HeaderReader:
         offset = self._read_number("<Q", name)
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
-            raise CheckpointError(f"{self._path}: tensor {name!r} is of type {number}, which is not known; get the model in another type")
+            raise CheckpointError(f"{self._path}: tensor {name!r} is of unknown type {number}; use a file with another quantisation")
         if 0 in shape or shape[-1] % block_type.num_items:
             self.raise_damaged(
                 f"tensor {name!r} has shape {list(shape)}; every size must be at least 1, "
@@ -209,17 +209,17 @@ class HeaderReader:
         return self._decode_text(start, self._position, field_name)
 
     def _string_spans(self, count: int, field_name: str) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each of `count` strings. For speed it calls no other method: vocabularies are long."""
+        """Yield start and end of each of `count` strings. The loop calls no other method, because vocabularies are long."""
         view, position = self._view, self._position
-        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
+        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH_LAYOUT.size
         for _ in range(count):
             if position > last:
                 self.raise_damaged(
-                    f"the strings of {field_name!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}, "
+                    f"the strings of {field_name!r} reach byte {position + _LENGTH_LAYOUT.size} of a file of {len(self._bytes)}, "
                     f"all of them may have {MAX_TEXT_BYTES}"
                 )
-            start = position + _LENGTH.size
-            position = start + _LENGTH.unpack_from(view, position)[0]
+            start = position + _LENGTH_LAYOUT.size
+            position = start + _LENGTH_LAYOUT.unpack_from(view, position)[0]
             yield start, position
         self._position = position
         self._skip_bytes(0, field_name)
@@ -241,12 +241,12 @@ class HeaderReader:
             self._skip_bytes(self._read_number("<Q", field_name), field_name)
         elif value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
-            if element in _FIXED_BYTES:
-                self._skip_bytes(count * _FIXED_BYTES[element], field_name)
+            if element in _BYTES_BY_VALUE_TYPE:
+                self._skip_bytes(count * _BYTES_BY_VALUE_TYPE[element], field_name)
                 return
-            self._items_left -= count
-            if self._items_left < 0:
-                self.raise_damaged(f"{field_name!r} has an array of {count} entries, {MAX_ITEMS} in all metadata are possible")
+            self._array_items_left -= count
+            if self._array_items_left < 0:
+                self.raise_damaged(f"{field_name!r} has an array of {count} entries, {MAX_ARRAY_ITEMS} in all metadata are possible")
             if element == _STRING:
                 for _ in self._string_spans(count, field_name):
                     pass
@@ -261,20 +261,20 @@ class HeaderReader:
             return self._read_text(field_name)
         if value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
-            if element in _NUMBERS:
-                if count > MAX_ITEMS:
-                    self.raise_damaged(f"{field_name!r} has an array of {count} numbers, at most {MAX_ITEMS} are possible")
-                start = self._skip_bytes(count * _FIXED_BYTES[element], field_name)
-                return self._bytes[start : self._position].view(np.dtype(_NUMBERS[element])).tolist()
+            if element in _NUMBER_LAYOUTS:
+                if count > MAX_ARRAY_ITEMS:
+                    self.raise_damaged(f"{field_name!r} has an array of {count} numbers, at most {MAX_ARRAY_ITEMS} are possible")
+                start = self._skip_bytes(count * _BYTES_BY_VALUE_TYPE[element], field_name)
+                return self._bytes[start : self._position].view(np.dtype(_NUMBER_LAYOUTS[element])).tolist()
             if element == _STRING:
                 return [self._decode_text(start, end, field_name) for start, end in self._string_spans(count, field_name)]
             return [self._read_value(element, field_name, depth + 1) for _ in range(count)]
         if value_type == _BOOL:
             return self._read_number("<B", field_name) != 0
         self._value_bytes(value_type, field_name)
-        return self._read_number(_NUMBERS[value_type], field_name)
+        return self._read_number(_NUMBER_LAYOUTS[value_type], field_name)
 
     def _value_bytes(self, value_type: int, field_name: str) -> int:
-        if value_type not in _FIXED_BYTES:
+        if value_type not in _BYTES_BY_VALUE_TYPE:
             self.raise_damaged(f"{field_name!r} has a value of type {value_type}, expected 0 to 12")
-        return _FIXED_BYTES[value_type]
+        return _BYTES_BY_VALUE_TYPE[value_type]

@@ -1,4 +1,4 @@
-"""Read tensors of the network from their rows in a GGUF file."""
+"""Read tensors of a network from a GGUF file, whose rows and columns may be in another order."""
 
 import math
 from collections.abc import Callable
@@ -17,35 +17,36 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
 _REGROUPED_GROUP_SIZE = 128
 
-IndexMap = Callable[[], NDArray[np.int64]]
-"""A function that returns for each row (or column) of the network's tensor the index of the stored one."""
+OrderFunction = Callable[[], NDArray[np.int64]]
+"""A function that returns the index of the stored row (or column) for each row (or column) of the network's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where a tensor of the network is stored.
+    """The part of a stored tensor that holds a tensor of the network.
 
     Attributes:
-        tensor: stored tensor with its rows.
+        tensor: the stored tensor.
         shape: shape of the network's tensor.
-        expert: index in the stack if `tensor` stacks the matrices of experts (or of streams). Rows are then counted within the matrix.
-        rows: row order; None = consecutive rows from `first_row` on.
-        columns: column order; None = the stored order.
+        stack_index: index of the matrix if `tensor` stacks several, such as those of all experts. Rows are then counted within the matrix.
+        first_row: first row if `row_order` is None; the other rows follow it.
+        row_order: indices of the stored rows; None = consecutive rows.
+        column_order: indices of the stored columns; None = the stored order.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    expert: int | None = None
+    stack_index: int | None = None
     first_row: int = 0
-    rows: IndexMap | None = None
-    columns: IndexMap | None = None
+    row_order: OrderFunction | None = None
+    column_order: OrderFunction | None = None
 
 
 def check_stored_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
     """Check that the stored tensor has one of `shapes` and a supported type.
 
     Raises:
-        CheckpointError: It has another shape, or a type that is not supported.
+        CheckpointError: The tensor has another shape, or a type that is not supported.
     """
     tensor = source.tensor
     if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # converters store a matrix of one row as a vector
@@ -64,8 +65,8 @@ def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
     block_type, num_items = source.tensor.block_type, math.prod(source.shape)
     if block_type.name in FLOAT_TYPES:
         return TensorInfo(source.shape, FLOAT_TYPES[block_type.name], None, num_items * block_type.num_bytes)
-    runs = None if source.columns is None else _column_run_order(source.columns())
-    if source.columns is not None and runs is None:
+    runs = None if source.column_order is None else _column_run_order(source.column_order())
+    if source.column_order is not None and runs is None:
         return TensorInfo(source.shape, WeightType.F32, None, num_items * 4)
     scheme = _requantization_scheme(source) if regroup else None
     if scheme is not None:
@@ -78,27 +79,27 @@ def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
 def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
     """Return the stored bytes of a tensor in the file's row order, [rows, bytes]. A vector has a row for each element."""
     data, shape = source.tensor.data, source.tensor.shape
-    if source.expert is not None:
-        data, shape = data.reshape(shape[0], -1)[source.expert], shape[1:]
+    if source.stack_index is not None:
+        data, shape = data.reshape(shape[0], -1)[source.stack_index], shape[1:]
     rows = data.reshape(math.prod(shape) if len(source.shape) == 1 else math.prod(shape[:-1]), -1)
-    return rows if source.rows is not None else rows[source.first_row : source.first_row + source.shape[0]]
+    return rows if source.row_order is not None else rows[source.first_row : source.first_row + source.shape[0]]
 
 
 def stored_blocks(source: TensorSource) -> StoredBlocks | None:
-    """Return a matrix as stored quantised blocks; None if it is stored as floats, or its column order splits runs of 32."""
+    """Return a matrix in its stored quantised blocks; None if it is stored as floats, or if its column order splits runs of 32."""
     if source.tensor.block_type.name in FLOAT_TYPES:
         return None
-    runs = None if source.columns is None else _column_run_order(source.columns())
-    if source.columns is not None and runs is None:
+    runs = None if source.column_order is None else _column_run_order(source.column_order())
+    if source.column_order is not None and runs is None:
         return None
-    order = None if source.rows is None else source.rows()
+    order = None if source.row_order is None else source.row_order()
     return StoredBlocks(stored_rows(source), source.tensor.block_type, str(source.tensor), order, runs)
 
 
-def order_digest_input(source: TensorSource) -> NDArray[np.uint8]:
-    """Return bytes [1, n] of the type and the row and column orders, which with the stored bytes determine a tensor's values."""
-    orders = [order().tobytes() for order in (source.rows, source.columns) if order is not None]
-    settings = repr((source.tensor.block_type.name, source.rows is not None, source.columns is not None)).encode()
+def order_digest_bytes(source: TensorSource) -> NDArray[np.uint8]:
+    """Return, as bytes [1, n], all that determines a tensor's values except the stored bytes: its type, row order and column order."""
+    orders = [order().tobytes() for order in (source.row_order, source.column_order) if order is not None]
+    settings = repr((source.tensor.block_type.name, source.row_order is not None, source.column_order is not None)).encode()
     return np.frombuffer(b"".join((settings, *orders)), np.uint8)[None]
 
 
@@ -111,8 +112,8 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
         num_threads: number of threads that convert blocks.
     """
     tensor, stored = source.tensor, stored_rows(source)
-    order = None if source.rows is None else source.rows()
-    columns = None if source.columns is None else source.columns()
+    order = None if source.row_order is None else source.row_order()
+    columns = None if source.column_order is None else source.column_order()
     if tensor.block_type.name in FLOAT_TYPES:
         weight_type = FLOAT_TYPES[tensor.block_type.name]
         array = (stored if order is None else stored[order]).view(weight_type.item_type).reshape(source.shape)
@@ -129,14 +130,14 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
 
 
 def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
-    """Return how to requantise a matrix: block types of at most 4 bits to 4 bits, others to 8. None = no group size fits its width."""
+    """Return the scheme to requantise a matrix with: 4 bits for block types of at most 4 bits, else 8. None if no group size fits."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
     group_size = largest_group_size(source.shape[1], _REGROUPED_GROUP_SIZE)
     return None if group_size is None else QuantizationScheme(4 if has_four_bits else 8, group_size)
 
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return a column order as an order of runs of 32 columns, in which codes are packed; None if the order splits a run."""
+    """Return an order of columns as an order of runs of 32 columns; None if it splits a run. Codes are packed by run."""
     if len(columns) % RUN:
         return None
     runs = columns.reshape(-1, RUN)

@@ -19,10 +19,10 @@ from paceline.models.gguf.fields import MTP_TENSOR
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
 from paceline.models.gguf.stored_tensor import (
-    IndexMap,
+    OrderFunction,
     TensorSource,
     check_stored_shape,
-    order_digest_input,
+    order_digest_bytes,
     read_tensor,
     stored_blocks,
     stored_rows,
@@ -93,10 +93,10 @@ _GGUF_MTP_MODULE_NAMES = {
     "final_norm.weight": "shared_head_norm",
 }
 """GGUF names of the tensors that a module for multi-token prediction (MTP) has in addition to its layer, by internal name."""
-_XIELU_NAMES = tuple(f".activation.{part}" for part in XIELU_PARAMETERS)
-_F32 = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "F32")
-_MTP_COPIES = ("embed_tokens", "shared_head_head")
-_KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+_XIELU_SUFFIXES = tuple(f".activation.{part}" for part in XIELU_PARAMETERS)
+_F32_TYPE = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "F32")
+_MTP_COPY_MODULES = ("embed_tokens", "shared_head_head")
+_KV_TENSOR_NAMES = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +104,22 @@ class ExtraTensors:
     """Tensors in the GGUF file of a drafting head that a model of its `ModelConfig` does not have.
 
     Attributes:
-        tensors: name in the file and shape, by internal name. They take precedence over the usual names.
-        other_names: names of tensors in the file that the caller reads.
+        tensors: name in the file and shape, by internal name. These names take precedence over the usual names.
+        names_read_by_caller: names of further tensors in the file, which the caller reads itself.
         head_kind: kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    other_names: Container[str]
+    names_read_by_caller: Container[str]
     head_kind: str
 
 
 class GgufWeights(LazyWeights):
-    """The weights of a GGUF file. A quantised matrix is converted to groups on first use.
+    """The weights in a GGUF file. A quantised matrix is converted to groups on first use.
 
     Args:
         extra: tensors that the network has in addition to those of `config`.
-        regroup: requantise matrices to groups of 128 columns with one scale each, which runs faster and changes values.
+        regroup: requantise matrices to groups of 128 columns with one scale each, which is faster but changes values.
         num_threads: number of threads that convert matrices.
     """
 
@@ -129,7 +129,7 @@ class GgufWeights(LazyWeights):
         """Find every tensor of the network.
 
         Raises:
-            CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
+            CheckpointError: A tensor is missing or unknown, or its shape or type is not supported.
         """
         self._sources = sources = _find_network_sources(file, config, extra)
         self._regroup = regroup
@@ -156,38 +156,38 @@ class GgufWeights(LazyWeights):
         if self._regroup:
             return super().source_arrays(name)
         source = self._sources[name]
-        return stored_rows(source), order_digest_input(source)
+        return stored_rows(source), order_digest_bytes(source)
 
 
 def num_mtp_modules(file: GgufFile, config: ModelConfig) -> int:
-    """Return the number of MTP modules after the last layer."""
+    """Return the number of modules for multi-token prediction (MTP) after the last layer."""
     return sum(_is_mtp_tensor(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
 
 
 def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
     """Return for each tensor of the first MTP module, by internal name, a function that reads it. Its layer is named `layers.0`.
 
-    A module may hold copies of the embedding and lm_head. They are not read: they were rounded once more than the model's.
+    A module may hold copies of the embedding and lm_head. They are not read, because converters round them once more than the model's own.
 
     Args:
         layer: settings of the module's layer.
         num_threads: number of threads that convert matrices.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
+        CheckpointError: A tensor is missing or unknown, or its shape or type is not supported.
     """
     number, size = config.num_layers, config.hidden_size
     with_module, prefix = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     layer_shapes = {name: shape for name, shape in tensor_shapes(with_module).items() if name.startswith(prefix)}
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
-    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen files without it use the model's norm
+    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen's MTP modules without a final norm use the model's
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    named = {name: (in_file, shapes[name]) for name, in_file in parts.items()}
-    sources, missing = _find_sources(file, with_module, layer_shapes, named)
+    extra_tensors = {name: (name_in_file, shapes[name]) for name, name_in_file in parts.items()}
+    sources, missing = _find_sources(file, with_module, layer_shapes, extra_tensors)
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
-    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
+    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPY_MODULES}
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
@@ -204,7 +204,7 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTenso
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
     known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
-    others = () if extra is None else extra.other_names
+    others = () if extra is None else extra.names_read_by_caller
     unknown = [name for name in file.tensors if name not in known and name not in others and not _is_unused(name, file, config)]
     if unknown:
         reason = f"a {config.family} model does not have; running without them would give other tokens"
@@ -214,13 +214,13 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTenso
 
 
 def _find_sources(
-    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[str, tuple[int, ...]]]
+    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], extra_tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return where each tensor is stored, and the GGUF names of those that the file does not have.
+    """Return where each tensor is stored, and the GGUF names of tensors that the file lacks.
 
     Args:
-        shapes: shapes of tensors of a model, by internal names.
-        named: names in the file, and shapes, of other tensors.
+        shapes: shapes of the tensors with usual GGUF names, by internal name.
+        extra_tensors: names in the file and shapes of the other tensors, by internal name.
     """
     gguf = gguf_format(FAMILIES[config.family])
     modules = {**_GGUF_MODULE_NAMES, **gguf.module_names}
@@ -228,35 +228,35 @@ def _find_sources(
     missing: list[str] = []
     locations = tensor_locations(file, config)
     for name, shape in shapes.items():
-        if name.endswith(_XIELU_NAMES):
+        if name.endswith(_XIELU_SUFFIXES):
             sources[name] = _xielu_parameter(file, name, config)
             continue
         location = locations.get(name)
-        in_file, expert = _gguf_name(name, modules, file) if location is None else (location.name, None)
-        if in_file not in file.tensors and in_file.removesuffix(".weight") in file.tensors:  # a norm of Falcon-H1
-            in_file = in_file.removesuffix(".weight")
-        if in_file not in file.tensors:
-            missing.append(in_file)
+        name_in_file, stack_index = _gguf_name(name, modules, file) if location is None else (location.name, None)
+        if name_in_file not in file.tensors and name_in_file.removesuffix(".weight") in file.tensors:  # as in Falcon-H1
+            name_in_file = name_in_file.removesuffix(".weight")
+        if name_in_file not in file.tensors:
+            missing.append(name_in_file)
         elif location is not None:
-            sources[name] = location.source(file.tensors[in_file], shape)
+            sources[name] = location.to_source(file.tensors[name_in_file], shape)
         else:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rows = None
+            row_order = None
             if gguf.has_interleaved_rope and layer is not None:
-                rows = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
-            sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
-            check_stored_shape(sources[name], (*_stack_size(expert, layer, config), *shape))
-    for name, (in_file, shape) in named.items():
-        if in_file in file.tensors:
-            sources[name] = TensorSource(file.tensors[in_file], shape)
+                row_order = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
+            sources[name] = TensorSource(file.tensors[name_in_file], shape, stack_index, row_order=row_order)
+            check_stored_shape(sources[name], (*_stack_dimension(stack_index, layer, config), *shape))
+    for name, (name_in_file, shape) in extra_tensors.items():
+        if name_in_file in file.tensors:
+            sources[name] = TensorSource(file.tensors[name_in_file], shape)
             check_stored_shape(sources[name], shape)
         else:
-            missing.append(in_file)
+            missing.append(name_in_file)
     return sources, list(dict.fromkeys(missing))
 
 
-def _stack_size(index: int | None, layer: LayerConfig | None, config: ModelConfig) -> tuple[int, ...]:
-    """Return how many matrices are in the stack that holds a matrix at `index`; empty if it is not in a stack."""
+def _stack_dimension(index: int | None, layer: LayerConfig | None, config: ModelConfig) -> tuple[int, ...]:
+    """Return the first dimension of the tensor that stacks a matrix at `index`, as a tuple; empty if no tensor stacks it."""
     if index is None:
         return ()
     if layer is None:
@@ -265,7 +265,7 @@ def _stack_size(index: int | None, layer: LayerConfig | None, config: ModelConfi
 
 
 def _xielu_parameter(file: GgufFile, name: str, config: ModelConfig) -> TensorSource:
-    """Return a parameter of xIELU, which files have in their metadata: one number for all layers, or a list with one for each."""
+    """Return a parameter of xIELU from the metadata, which hold one number for all layers or a list with a number for each layer."""
     _, layer, _, part = name.split(".")
     key = f"xielu.{part}"
     given = file.metadata.get(key)
@@ -273,11 +273,11 @@ def _xielu_parameter(file: GgufFile, name: str, config: ModelConfig) -> TensorSo
     if len(values) != config.num_layers or not all(isinstance(value, float) and math.isfinite(value) for value in values):
         raise CheckpointError(f"{file.path}: {key} = {shortened(given)}, expected a number for each of {config.num_layers} layers")
     data = np.array([values[int(layer)]], "<f4").view(np.uint8)
-    return TensorSource(GgufTensor(file.path, key, _F32, (1,), data), (1,))
+    return TensorSource(GgufTensor(file.path, key, _F32_TYPE, (1,), data), (1,))
 
 
 def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """Return the GGUF name of a tensor of the network, and its index if that name is a stack of the matrices of experts or of streams."""
+    """Return the GGUF name of a network's tensor, and its index if the stored tensor stacks matrices of experts or of AltUp streams."""
     if not name.startswith("layers."):
         part, *index, kind = name.split(".")
         return f"{modules[part]}.{kind}", int(index[0]) if index else None
@@ -289,28 +289,28 @@ def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[s
         return f"blk.{layer}.{modules[part]}.{kind}", None
     if path == ["shared_expert"]:
         return f"blk.{layer}.{modules[part]}{modules.get('shared_expert', '_shexp')}.{kind}", None
-    separate = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files store each expert on its own
+    separate = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files have a separate tensor for each expert
     return (separate, None) if separate in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
 def _is_unused(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether the network needs no such tensor: of an MTP module, in `GgufFormat.ignored_tensors`, or for keys that are shared."""
+    """Return whether a tensor is unused: in an MTP module, in `GgufFormat.ignored_tensors`, or a key or value projection of shared KV."""
     if _is_mtp_tensor(name, file, config):
         return True
     found = re.fullmatch(r"blk\.(\d{1,9})\.(.*)", name)
     if found is None or int(found[1]) >= config.num_layers:
         return False
     is_ignored = found[2] in gguf_format(FAMILIES[config.family]).ignored_tensors
-    return is_ignored or (found[2] in _KV_TENSORS and shares_kv(config, int(found[1])))
+    return is_ignored or (found[2] in _KV_TENSOR_NAMES and shares_kv(config, int(found[1])))
 
 
 def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to an MTP module: a block after the last layer that has an `eh_proj`."""
+    """Return whether a tensor belongs to an MTP module, which is a block after the last layer with an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
-def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
+def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> OrderFunction | None:
     """Return the row order of a q or k projection in a file with interleaved rotary embeddings; None for other modules."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None

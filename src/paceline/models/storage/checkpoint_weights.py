@@ -1,4 +1,4 @@
-"""The weights of a checkpoint directory. Some are computed from stored ones: quantised matrices, parts of matrices, and decays."""
+"""The weights of a checkpoint directory. Some are computed from stored tensors: quantised matrices, parts of matrices, and decays."""
 
 import math
 import re
@@ -19,8 +19,8 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.grouped import RUN, half_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.storage.fused_matrices import (
-    Parts,
     Rows,
+    RowsByMatrix,
     fused_by_key_head,
     fused_in_layer,
     fused_projections,
@@ -50,18 +50,18 @@ _STACKED_MATRICES = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
-"""Which rows of an expert in a stack belong to which matrix. Rows of gate and up alternate."""
+"""Rows of each matrix of an expert in a stacked tensor. Rows of gate and up alternate."""
 _KV_MODULES = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 class CheckpointWeights(LazyWeights):
-    """The weights of a checkpoint directory. Tensors that differ from stored ones are made on first use.
+    """The weights of a checkpoint directory. Tensors that are not stored as the network needs them are computed on first use.
 
     Args:
         num_threads: number of threads that convert quantised matrices.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
+        CheckpointError: A file is missing or damaged, or a tensor is missing or unknown, or its shape or type is not supported.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
@@ -94,7 +94,7 @@ class CheckpointWeights(LazyWeights):
 def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
     """Return a matrix that is converted on first use: to groups, or to floats of `weight_type` if groups cannot hold its values.
 
-    Making it raises a CheckpointError if a scale or a value is not finite.
+    The conversion raises a CheckpointError if a scale or a value is not finite.
     """
     if packed.bits is None:
         round_values = partial(to_weight_type, weight_type=weight_type)
@@ -104,27 +104,27 @@ def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int 
 
 
 def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
-    """Return the bytes in memory of those matrices that are converted to floats."""
+    """Return the bytes in memory, after conversion, of all matrices that are converted to floats."""
     return sum(lazy_matrix(matrix, weight_type).info.nbytes for matrix in packed if matrix.bits is None)
 
 
 def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
-    """Return a notice about the memory of matrices that are converted to floats; no notice if there are none."""
+    """Return a notice for users, as a tuple, about the memory of matrices converted to floats; an empty tuple if there are none."""
     floats = [matrix for matrix in packed if matrix.bits is None]
     if not floats:
         return ()
     size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for matrix in floats for array in matrix.source_arrays)
     return (
-        f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
-        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
+        f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, because groups cannot hold their values: "
+        f"{size / 1e9:.2g} GB in memory instead of {stored / 1e9:.2g} GB in the files; quantization='int8' or 'int4' makes them smaller",
     )
 
 
 def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[str]) -> tuple[dict[str, Tensor], dict[str, PackedMatrix]]:
-    """Check the tensors of a checkpoint against its config, and return those that are stored as the network has them, and packed ones.
+    """Check the tensors of a checkpoint against its config. Return the float tensors and the packed matrices, by internal names.
 
     Args:
-        computed: internal names of tensors that need not be in `model`.
+        computed: internal names of tensors that are computed, and so need not be in `model`.
     """
     files = model.files
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in computed}
@@ -132,7 +132,7 @@ def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[s
     has_fused = FAMILIES[config.family].has_fused_projections
     stored = split_experts(_split_fused_projections(model.tensors, config) if has_fused else model.tensors, config)
     if config.tied_embeddings and expected["embedding.weight"] not in stored and "lm_head.weight" in stored:
-        expected["embedding.weight"] = "lm_head.weight"  # checkpoints with tied embeddings store the matrix under either name
+        expected["embedding.weight"] = "lm_head.weight"  # checkpoints with tied embeddings may use either name
     missing = [name for name in expected.values() if name not in stored]
     if missing:
         raise CheckpointError(
@@ -152,7 +152,7 @@ def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[s
         name: _open_tensor(in_file, one, shapes[name], files) for name, (in_file, one) in found.items() if isinstance(one, StoredTensor)
     }
     if config.tied_embeddings and "lm_head.weight" in stored:
-        _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
+        _check_tied_embedding(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
     if config.has_norm_offset:
         tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name, config)}
     if FAMILIES[config.family].has_interleaved_rope:
@@ -161,11 +161,11 @@ def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[s
 
 
 class _ComputedTensors:
-    """Tensors that are computed from stored ones, which are removed from `stored`.
+    """Tensors that are computed from stored tensors, which are removed from `stored`.
 
     Attributes:
-        tensors: tensors, by internal names.
-        packed: packed matrices, by internal names.
+        tensors: computed float tensors, by internal names.
+        packed: computed packed matrices, by internal names.
     """
 
     def __init__(self, stored: StoredModel, config: ModelConfig) -> None:
@@ -175,7 +175,7 @@ class _ComputedTensors:
         self.packed: dict[str, PackedMatrix] = {}
 
     def add_layer(self, index: int, layer: LayerConfig) -> None:
-        """Add the computed tensors of the layer with this index."""
+        """Add the computed tensors of a layer."""
         for source, rows in fused_in_layer(layer, self._family).items():
             self._add_fused_rows(index, source, rows)
         if self._family.has_mxfp4_experts and isinstance(layer.mlp, ExpertMLP):
@@ -194,8 +194,8 @@ class _ComputedTensors:
             for source, rows in fused_by_key_head(mixer).items():
                 self._add_fused_rows(index, prefix + source, rows)
 
-    def _add_fused_rows(self, index: int, source: str, parts: Parts) -> None:
-        """Split a fused matrix and its bias, and add the parts to these weights under their own names."""
+    def _add_fused_rows(self, index: int, source: str, parts: RowsByMatrix) -> None:
+        """Split a fused matrix and its bias, and add the parts under their internal names."""
         name_prefix, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
         first = f"{name_prefix}{next(iter(parts))}"
         has_bias, columns = f"{first}.bias" in self._shapes, self._shapes[f"{first}.weight"][1]
@@ -212,28 +212,28 @@ class _ComputedTensors:
                     else:
                         self.packed[name] = matrix
                 continue
-            whole = _take_tensor(self._stored, f"{source}.{kind}", shape)
+            tensor = _pop_tensor(self._stored, f"{source}.{kind}", shape)
             for part, rows in parts.items():
                 make_lazy = _lazy_transposed_rows if is_transposed(part) else _lazy_rows
-                self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(whole, rows)
+                self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(tensor, rows)
 
     def _add_convolution(self, name_prefix: str, stored_prefix: str, mixer: Recurrent) -> None:
-        """Add the weights of a convolution: a stored tensor, or several that are concatenated or scaled."""
-        wholes, scales = self._take_convolutions(stored_prefix, mixer), None
+        """Add the weights of a convolution: one stored tensor, or several concatenated tensors, and scaled for some families."""
+        tensors, scales = self._pop_convolutions(stored_prefix, mixer), None
         if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
             sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
             scales = np.repeat(np.array(mixer.conv_scales, np.float32), sizes)
         name, shape = name_prefix + "conv.weight", (mixer.channels, mixer.kernel_size)
-        arrays = tuple(whole.array for whole in wholes)
-        if len(wholes) == 1 and scales is None:
-            self.tensors[name] = _lazy_tensor(arrays, shape, wholes[0].weight_type, lambda: arrays[0][:, 0])
+        arrays = tuple(tensor.array for tensor in tensors)
+        if len(tensors) == 1 and scales is None:
+            self.tensors[name] = _lazy_tensor(arrays, shape, tensors[0].weight_type, lambda: arrays[0][:, 0])
         else:
-            self.tensors[name] = _lazy_tensor(arrays, shape, WeightType.F32, lambda: _convolution_weights(wholes, scales))
+            self.tensors[name] = _lazy_tensor(arrays, shape, WeightType.F32, lambda: _convolution_weights(tensors, scales))
 
-    def _take_convolutions(self, stored_prefix: str, mixer: Recurrent) -> list[Tensor]:
-        """Return the stored weights [C, 1, kernel_size] of a convolution, or of those of queries, keys and values.
+    def _pop_convolutions(self, stored_prefix: str, mixer: Recurrent) -> list[Tensor]:
+        """Return the stored weights [C, 1, kernel_size] of a convolution, or of the three convolutions of queries, keys and values.
 
-        transformers divides the channels of the latter into three equal parts when it saves them. Then all that matters is their order.
+        The stored sizes of the three are not checked, only their sum: transformers divides the channels into three equal parts on saving.
         """
         sizes = {"conv" if isinstance(mixer, ShortConvConfig) else "conv1d": mixer.channels}
         if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
@@ -242,23 +242,23 @@ class _ComputedTensors:
         stored = [tensors[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in tensors]
         if len(stored) == len(sizes) and sum(one.shape[0] for one in stored if one.shape) == mixer.channels:
             sizes = {part: one.shape[0] for part, one in zip(sizes, stored, strict=True)}
-        return [_take_tensor(self._stored, f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
+        return [_pop_tensor(self._stored, f"{stored_prefix}{part}.weight", (size, 1, mixer.kernel_size)) for part, size in sizes.items()]
 
     def _add_decay(self, name_prefix: str, stored_name: str, heads: int) -> None:
-        whole = _take_tensor(self._stored, stored_name, (heads,))
+        tensor = _pop_tensor(self._stored, stored_name, (heads,))
         self.tensors[name_prefix + "decay.weight"] = _lazy_tensor(
-            (whole.array,), (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole)
+            (tensor.array,), (heads,), WeightType.F32, lambda: _decays_from_logarithms(tensor)
         )
 
 
-def _convolution_weights(wholes: Sequence[Tensor], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    """Return the weights of several convolutions as one, times a factor for each channel."""
-    weights = np.concatenate([as_float32(whole)[:, 0] for whole in wholes])
+def _convolution_weights(tensors: Sequence[Tensor], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Concatenate the weights of convolutions, and multiply each channel by its factor."""
+    weights = np.concatenate([as_float32(tensor)[:, 0] for tensor in tensors])
     return weights if scales is None else weights * scales[:, None]
 
 
 def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
-    """Return decay = -exp(A_log). A decay of -infinity, from overflow, clears the state at every token."""
+    """Return decay = -exp(A_log). An overflow to -infinity is valid: the state is cleared at every token."""
     with np.errstate(over="ignore"):
         return -np.exp(as_float32(logarithms))
 
@@ -275,7 +275,7 @@ def _lazy_transposed_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
 
 
 def _lazy_transposed_matrix(matrix: PackedMatrix) -> LazyTensor:
-    """Return the transposed matrix in float32. Groups cannot hold it: they would be along its columns."""
+    """Return the transposed matrix in float32. It cannot stay quantised, because its groups would be along columns."""
     shape = matrix.shape[::-1]
     values = partial(matrix.exact_values, slice(None))
     info = TensorInfo(shape, WeightType.F32, None, 4 * shape[0] * shape[1])
@@ -290,33 +290,33 @@ def _lazy_tensor(
 
 
 def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: int) -> dict[str, LazyTensor]:
-    """Return the tensors of single experts of a layer, by internal names, and remove the stacks from `stored`."""
-    found: dict[str, LazyTensor] = {}
+    """Return the tensors of each expert of a layer, by internal names, and remove the stacked tensors from `stored`."""
+    tensors: dict[str, LazyTensor] = {}
     count, inner = mlp.routing.num_experts, mlp.expert.intermediate_size
     for stack, parts in _STACKED_MATRICES.items():
-        where = f"model.layers.{layer}.mlp.experts.{stack}"
+        source_name = f"model.layers.{layer}.mlp.experts.{stack}"
         rows, columns = (hidden_size, inner) if stack == "down_proj" else (2 * inner, hidden_size)
-        bias = _take_tensor(stored, f"{where}_bias", (count, rows))
-        plain = _take_tensor(stored, where, (count, columns, rows)) if where in stored.tensors else None
+        bias = _pop_tensor(stored, f"{source_name}_bias", (count, rows))
+        plain = _pop_tensor(stored, source_name, (count, columns, rows)) if source_name in stored.tensors else None
         blocks = exponents = None
         if plain is None:
-            blocks = _take_bytes(stored, f"{where}_blocks", (count, rows, columns // RUN, RUN // 2))
-            exponents = _take_bytes(stored, f"{where}_scales", (count, rows, columns // RUN))
+            blocks = _pop_uint8_tensor(stored, f"{source_name}_blocks", (count, rows, columns // RUN, RUN // 2))
+            exponents = _pop_uint8_tensor(stored, f"{source_name}_scales", (count, rows, columns // RUN))
         for expert in range(count):
             for part, part_rows in parts.items():
                 name = f"layers.{layer}.experts.{expert}.{part}"
-                found[f"{name}.bias"] = _lazy_view(bias.array[expert, part_rows], bias.weight_type)
+                tensors[f"{name}.bias"] = _lazy_view(bias.array[expert, part_rows], bias.weight_type)
                 if plain is not None:
-                    found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
+                    tensors[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                 elif blocks is not None and exponents is not None:
                     pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
-                    matrix = read_e2m1(where, pairs, exponents[expert, part_rows], half_scales)
-                    found[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
-    return found
+                    matrix = read_e2m1(source_name, pairs, exponents[expert, part_rows], half_scales)
+                    tensors[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
+    return tensors
 
 
-def _take_bytes(stored: StoredModel, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    tensor = stored.take(name)
+def _pop_uint8_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    tensor = stored.pop_tensor(name)
     if tensor.dtype != "U8" or tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.path}: tensor {name!r} is of type {tensor.dtype} and shape {list(tensor.shape)}, but config.json "
@@ -330,7 +330,7 @@ def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
 
 
 def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Return the tensors with fused qkv and gate_up matrices replaced by their parts, which are views of the same bytes."""
+    """Replace fused qkv and gate_up matrices by their parts, which are views of the same bytes, and return all tensors."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
         for stack, parts in fused_projections(layer).items():
@@ -342,11 +342,11 @@ def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelCo
 
 
 def _select_rows(name: str, tensor: StoredWeight, rows: slice, total: int) -> StoredWeight:
-    """Return consecutive rows of a matrix that must have `total` rows."""
+    """Return the consecutive rows `rows` of a matrix, after checking that it has `total` rows."""
     if len(tensor.shape) != 2 or tensor.shape[0] != total:
-        where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
+        source_name = tensor.source_name if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
         raise CheckpointError(
-            f"{where} has shape {list(tensor.shape)}, but config.json requires {total} rows; one of the two files belongs to another model"
+            f"{source_name} has shape {list(tensor.shape)}, but config.json requires {total} rows: they belong to different models"
         )
     if isinstance(tensor, PackedMatrix):
         return tensor.select_rows(rows)
@@ -356,7 +356,7 @@ def _select_rows(name: str, tensor: StoredWeight, rows: slice, total: int) -> St
 
 
 def _is_stored_minus_one(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is a norm weight that is stored minus 1. Norms after recurrent mixers are stored unchanged."""
+    """Return whether a tensor is a norm weight that is stored minus 1. Gated norms of recurrent mixers are stored unchanged."""
     is_plain = name == "final_norm.weight" and FAMILIES[config.family].has_plain_final_norm
     return name.endswith("norm.weight") and not name.endswith("gated_norm.weight") and not is_plain
 
@@ -377,17 +377,16 @@ def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatri
 
 
 def _check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
-    """Return `stored`, after checking its shape."""
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            f"{stored.source_name}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
             "one of the two files belongs to another model"
         )
     return stored
 
 
 def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
-    """Return a view of a stored tensor in its mapped file. Vectors may have further dimensions of size 1."""
+    """Return a view of a stored tensor in its mapped file. A stored vector may have additional dimensions of size 1."""
     is_vector = len(shape) == 1 and tuple(size for size in stored.shape if size != 1) == tuple(size for size in shape if size != 1)
     if stored.shape != shape and not is_vector:
         raise CheckpointError(
@@ -403,13 +402,13 @@ def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files:
     return Tensor(view_tensor(stored, files[stored.path], weight_type.item_type).reshape(shape), weight_type, shape)
 
 
-def _take_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor as `_open_tensor` does, and remove it from `stored`."""
-    return _open_tensor(name, stored.take(name), shape, stored.files)
+def _pop_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Remove a tensor from `stored` and return a view of it (`_open_tensor`)."""
+    return _open_tensor(name, stored.pop_tensor(name), shape, stored.files)
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is not needed: rotary frequencies, lm_head of tied embeddings, k and v of layers that share a cache."""
+    """Return whether a tensor is unused: rotary frequencies, a tied lm_head, or k and v of layers that read another layer's cache."""
     if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
         return True
     unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_MODULES)})\.(weight|bias)", name)
@@ -417,22 +416,22 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
-    """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to every matrix, also where the network has no bias."""
+    """Return whether a tensor is a bias of zeros. AutoGPTQ adds such a bias to every matrix."""
     return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
 
 
-def _check_tied(embedding: Tensor | PackedMatrix | None, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+def _check_tied_embedding(embedding: Tensor | PackedMatrix | None, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> None:
     if isinstance(stored, PackedMatrix):
-        arrays = embedding.arrays if isinstance(embedding, PackedMatrix) else ()
-        is_same = len(arrays) == len(stored.arrays) and all(map(np.array_equal, arrays, stored.arrays))
-        where = stored.where
+        arrays = embedding.stored_arrays if isinstance(embedding, PackedMatrix) else ()
+        is_same = len(arrays) == len(stored.stored_arrays) and all(map(np.array_equal, arrays, stored.stored_arrays))
+        source_name = stored.source_name
     else:
-        where = f"{stored.path}: lm_head.weight"
+        source_name = f"{stored.path}: lm_head.weight"
         is_same = isinstance(embedding, Tensor)
         if isinstance(embedding, Tensor):
             lm_head = _open_tensor("lm_head.weight", stored, embedding.shape, files)
             is_same = lm_head.weight_type is embedding.weight_type and np.array_equal(lm_head.array, embedding.array)
     if not is_same:
         raise CheckpointError(
-            f"{where} differs from the embedding although tie_word_embeddings is true; set tie_word_embeddings to false in config.json"
+            f"{source_name} differs from the embedding although tie_word_embeddings is true: set it to false in config.json"
         )

@@ -1,4 +1,4 @@
-"""Fused matrices of checkpoints: which rows belong to which of the network's matrices, such as q, k and v."""
+"""Fused matrices of checkpoints: the rows that belong to each matrix of the network, such as q, k and v."""
 
 from collections.abc import Mapping
 
@@ -20,17 +20,17 @@ from paceline.models.layers import (
 from paceline.models.weights import half_split_order
 
 Rows = slice | NDArray[np.int64]
-Parts = Mapping[str, Rows]
+RowsByMatrix = Mapping[str, Rows]
 
 
-def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
-    """Return the fused matrices of a layer's recurrent mixer, gated or latent attention, by checkpoint name, with the rows of the parts."""
+def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, RowsByMatrix]:
+    """Return the fused matrices of a layer by checkpoint name, with the rows of each part. `fused_projections` are not included."""
     mixers = (item for mixer in layer.mixers for item in _fused_in_mixer(mixer, family).items())
     return {**dict(mixers), **_fused_in_mlp(layer.mlp, family)}
 
 
 def fused_projections(layer: LayerConfig) -> dict[str, dict[str, slice]]:
-    """Return the matrices that checkpoints of `Family.has_fused_projections` may hold in place of q, k and v, and of gate and up."""
+    """Return the fused matrices of q, k and v, and of gate and up, with the rows of each part (`Family.has_fused_projections`)."""
     attention = layer.attention
     found = {
         "self_attn.qkv_proj": consecutive_rows({"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size})
@@ -40,8 +40,8 @@ def fused_projections(layer: LayerConfig) -> dict[str, dict[str, slice]]:
     return found
 
 
-def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
-    """Return Qwen3-Next's fused matrices, with rows ordered by key head: one of queries, keys, values and z, one of b and a."""
+def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, RowsByMatrix]:
+    """Return Qwen3-Next's two fused matrices, whose rows are ordered by key head: q, k, v and z are in one, b and a in the other."""
     count = mixer.num_key_heads
     values = mixer.num_value_heads // count * mixer.value_size
     heads = np.arange(2 * mixer.state_shape.key_width + 2 * mixer.state_shape.value_width).reshape(count, -1)
@@ -58,24 +58,24 @@ def is_transposed(part: str) -> bool:
     return part.startswith("k_up.")
 
 
-def num_rows(parts: Parts) -> int:
+def num_rows(parts: RowsByMatrix) -> int:
     """Return the number of rows of a fused matrix."""
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
 def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return consecutive row ranges, given the number of rows of each part."""
+    """Return the row range of each part if the parts follow one another. `sizes` has the number of rows of each."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[str, Parts]:
+def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[str, RowsByMatrix]:
     if isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
         if mixer.latent is not None:
             return _fused_in_latent_attention(mixer, mixer.latent)
-        if mixer.gate is not AttentionGate.VALUE or "attention_gate" in family.module_names:  # the gate has a matrix of its own
+        if mixer.gate is not AttentionGate.VALUE or "attention_gate" in family.module_names:  # the gate is a separate matrix
             return {}
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}
@@ -86,10 +86,10 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
 
 
-def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, Parts]:
-    """Return the fused matrices of multi-head latent attention. Rotary pairs of the checkpoint are interleaved, those of the parts are not.
+def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, RowsByMatrix]:
+    """Return the fused matrices of multi-head latent attention. Rotary pairs, which are interleaved in checkpoints, become (j, j + R/2).
 
-    `k_up.N` are rows that are transposed afterwards (`is_transposed`).
+    The rows of `k_up.N` are transposed afterwards (`is_transposed`).
     """
     size, rope, rank = latent.query_size, latent.rope_size, mixer.latent_size
     queries = np.arange(mixer.num_heads * (size + rope)).reshape(mixer.num_heads, -1)
@@ -108,8 +108,8 @@ def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections
     }
 
 
-def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
-    """Return the fused matrix of the gate and up projections of a dense MLP or shared expert, if the family has it."""
+def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, RowsByMatrix]:
+    """Return the fused matrix of gate and up of a dense MLP or shared expert if the family's checkpoints have such a matrix."""
     names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}

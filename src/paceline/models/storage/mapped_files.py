@@ -1,4 +1,4 @@
-"""Memory-mapped files, and a check that none was truncated after mapping: reading past its end would kill the process."""
+"""Memory-mapped files, and a check that no file was truncated after mapping: reading past a file's end would kill the process."""
 
 import mmap
 import os
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.small_files import open_regular_file, unreadable_error
 
-_FAULT_AROUND = 1 << 16  # Linux maps this many bytes around a faulting address at once
+_FAULT_AROUND_BYTES = 1 << 16  # Linux maps this many bytes around a faulting address at once
 
 
 class MappedFiles:
-    """The mapped files that some arrays view.
+    """The mapped files that the given arrays view.
 
-    Reading a mapped page beyond the end of its file raises SIGBUS. Callers run `check` before each forward pass, which takes under a
-    microsecond for each file. Truncation during a pass and disk failures are not detected.
+    Reading a mapped page beyond the end of its file raises SIGBUS. Callers run `check_not_truncated`, which takes under a microsecond
+    for each file, before each forward pass. Truncation during a pass and disk failures are not detected.
     """
 
     __slots__ = ("_files",)
@@ -31,17 +31,17 @@ class MappedFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    def check(self) -> None:
+    def check_not_truncated(self) -> None:
         """Check that no file is shorter than when it was mapped.
 
         Raises:
-            CheckpointError: A file has become shorter.
+            CheckpointError: A file is shorter.
         """
         for mapping, num_bytes, path in self._files:
             if mapping.size() < num_bytes:
                 raise CheckpointError(
                     f"{path} has {mapping.size()} bytes and had {num_bytes} when it was opened: it was truncated while in use; "
-                    "put the whole file back and load the model again"
+                    "restore the file and load the model again"
                 )
 
 
@@ -50,7 +50,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        CheckpointError: It is no regular file, or cannot be mapped.
+        CheckpointError: The file is not a regular file, or cannot be mapped.
     """
     with open_regular_file(path) as file:
         try:
@@ -64,9 +64,9 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
-    """Release the memory of mapped pages that these arrays view. Later reads load the pages again.
+    """Release the mapped pages that arrays view. Later reads load the pages again. Arrays that view no file are ignored.
 
-    The system keeps released pages in its page cache until it needs the memory. Arrays that view no file are ignored.
+    The operating system keeps released pages in its page cache until it needs the memory.
     """
     for array in arrays:
         found = _mapping_of(array)
@@ -74,8 +74,8 @@ def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
             continue
         begin = array.ctypes.data - np.frombuffer(found[0], np.uint8).ctypes.data
         end = begin + array.itemsize + sum((count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True))
-        start = max(0, begin - _FAULT_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
-        found[0].madvise(mmap.MADV_DONTNEED, start, min(len(found[0]), end + _FAULT_AROUND) - start)
+        start = max(0, begin - _FAULT_AROUND_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+        found[0].madvise(mmap.MADV_DONTNEED, start, min(len(found[0]), end + _FAULT_AROUND_BYTES) - start)
 
 
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:

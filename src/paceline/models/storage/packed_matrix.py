@@ -1,4 +1,4 @@
-"""Quantised matrices that a checkpoint stores in several tensors: codes, scales, zero points. They are read a few rows at a time."""
+"""Quantised matrices that a checkpoint stores in several tensors, such as codes, scales and zero points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix, convert_in_chunks
 
-_CHUNK_ITEMS = 1 << 20  # number of elements read at a time: few enough for small temporary arrays, enough for whole cache lines
+_CHUNK_ITEMS = 1 << 20  # elements converted at a time: few, to keep temporary arrays small
 
 Rows = slice | NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -21,22 +21,22 @@ class PackedMatrix:
     """A quantised matrix [N, K] in a checkpoint.
 
     Attributes:
-        where: path and tensor name, for errors.
+        source_name: path and tensor name, for errors.
         shape: (N, K).
-        bits: number of bits of a code after conversion to `GroupedMatrix`, 4 or 8; None = it is converted to floats instead, because
+        bits: number of bits of a code after conversion to `GroupedMatrix`, 4 or 8; None = the matrix is converted to floats, because
             `GroupedMatrix` cannot hold its values.
-        row_bytes: bytes of a row of the `GroupedMatrix`; 0 if it is converted to floats.
-        arrays: stored arrays and settings that determine the values, to compute a digest from.
-        read: function that returns stored rows as `GroupedMatrix`, or as float32 values [rows, K].
-        row_indices: [N] index of the stored row for each row; None = all stored rows in order.
+        row_bytes: bytes of a row of the `GroupedMatrix`; 0 if the matrix is converted to floats.
+        stored_arrays: stored arrays and settings that together determine the values; a digest is computed from them.
+        read_rows: function that returns stored rows as `GroupedMatrix`, or as float32 values [rows, K].
+        row_indices: [N] index of the stored row of each row; None = all stored rows in order.
     """
 
-    where: str
+    source_name: str
     shape: tuple[int, int]
     bits: int | None
     row_bytes: int
-    arrays: tuple[NDArray[Any], ...]
-    read: Callable[[Rows], GroupedMatrix | Floats]
+    stored_arrays: tuple[NDArray[Any], ...]
+    read_rows: Callable[[Rows], GroupedMatrix | Floats]
     row_indices: NDArray[np.int64] | None = None
 
     def select_rows(self, rows: Rows) -> "PackedMatrix":
@@ -46,8 +46,8 @@ class PackedMatrix:
 
     @property
     def source_arrays(self) -> tuple[NDArray[Any], ...]:
-        """Return all arrays that determine the values, the row indices included."""
-        return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
+        """Return `stored_arrays` and the row indices, which together determine the values."""
+        return self.stored_arrays if self.row_indices is None else (*self.stored_arrays, self.row_indices[None])
 
     @property
     def _chunk_rows(self) -> int:
@@ -83,7 +83,7 @@ class PackedMatrix:
         def convert_rows(rows: slice) -> None:
             found[rows] = rounded = round_values(self.exact_values(rows))
             if rounded.dtype == np.float16 and not np.isfinite(rounded).all():
-                raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
+                raise CheckpointError(f"{self.source_name} has values outside the range of float16: set dtype in config.json to float32")
 
         convert_in_chunks(convert_rows, self.shape[0], self._chunk_rows, num_threads)
         return found
@@ -94,9 +94,9 @@ class PackedMatrix:
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
 
     def _read_chunk(self, rows: Rows) -> GroupedMatrix | Floats:
-        with np.errstate(invalid="ignore", over="ignore"):  # values are checked to be finite below
-            chunk = self.read(rows if self.row_indices is None else self.row_indices[rows])
+        with np.errstate(invalid="ignore", over="ignore"):  # values are checked below
+            chunk = self.read_rows(rows if self.row_indices is None else self.row_indices[rows])
         numbers = chunk.arrays[1:] if isinstance(chunk, GroupedMatrix) else (chunk,)
         if not all(np.isfinite(part).all() for part in numbers):
-            raise CheckpointError(f"{self.where} has a scale or a value that is not finite; the file is damaged, download it again")
+            raise CheckpointError(f"{self.source_name} has a scale or a value that is not finite; the file is damaged, download it again")
         return chunk

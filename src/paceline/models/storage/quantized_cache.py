@@ -1,9 +1,9 @@
-"""Disk cache of quantised matrices, so that a model is quantised only once. Each model and settings have one safetensors file.
+"""Disk cache of quantised matrices, so that a model is quantised only once. Each pair of model and settings has one safetensors file.
 
-The total size of the files is limited; the least recently used ones are removed first.
+The total size of the files is limited; the least recently used files are removed first.
 
-A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Model and settings determine the
-expected header, and the data have a checksum (XXH3). Both are checked when a file is opened. A damaged file is replaced.
+A file is written under a temporary name, synced and renamed, so a file under its final name is complete. The header,
+which model and settings determine, and the checksum (XXH3) are checked when a file is opened. A damaged file is replaced.
 """
 
 import hashlib
@@ -29,30 +29,30 @@ from paceline.models.storage.mapped_files import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable_error
 
-FOLDER = "quantised"
-"""Name of the folder in the cache directory that has the files."""
+CACHE_FOLDER = "quantised"
+"""Name of the folder with the files, in the cache directory."""
 
-FORMAT = 3  # version of the file format and of the rounding in quantize.py, in the cache key
-_ALIGNMENT = 64
+FORMAT_VERSION = 3  # of the file format and of the rounding in quantize.py; part of the cache key
+_ALIGNMENT_BYTES = 64
 _TEMPORARY_PREFIX = ".partial-"
 _MAX_TEMPORARY_AGE_S = 24 * 3600.0
-_DIGEST_BYTES = 16
-_NUM_SAMPLES = 16  # number of rows of each tensor that the cache key depends on
-_SAMPLE_BYTES = 512
+_CHECKSUM_BYTES = 16
+_NUM_SAMPLED_ROWS = 16  # of each tensor, for the cache key
+_BYTES_PER_SAMPLED_ROW = 512
 _Schemes = Mapping[str, QuantizationScheme]
 
 
 @dataclass(frozen=True, slots=True)
 class _FileLayout:
-    """The expected contents of a file: its header, the bytes of each array by name, and the offset of the checksum at the end."""
+    """The expected layout of a file: its header, the byte range of each array by name, and the offset of the checksum at its end."""
 
     header: bytes
     arrays: Mapping[str, slice]
-    digest_begin: int
+    checksum_begin: int
 
     @property
     def size(self) -> int:
-        return self.digest_begin + _DIGEST_BYTES
+        return self.checksum_begin + _CHECKSUM_BYTES
 
 
 def quantized_weights(
@@ -64,13 +64,13 @@ def quantized_weights(
     num_threads: int = 1,
     notices: list[str] | None = None,
 ) -> Weights:
-    """Return weights whose matrices are quantised. They are read from the cache, which is filled first if it does not have them.
+    """Return weights with quantised matrices from the cache. If they are not in it, they are quantised and stored first.
 
     Args:
         cache_directory: None = no cache: each matrix is quantised on first use and kept in memory.
         files: the files that `weights` were read from. The cache key then depends on their sizes, modification times and samples of every
             tensor. Without files the key depends on every byte of the tensors, which takes longer.
-        notices: a message is appended if the cache cannot be written.
+        notices: list to which a message is appended if the cache cannot be written.
 
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
@@ -80,7 +80,7 @@ def quantized_weights(
         return weights
 
     def quantize(name: str) -> GroupedTensor:
-        """Return a tensor quantised, and free the memory of the original."""
+        """Return the quantised tensor, and free the memory of the original."""
         tensor = weights[name]
         try:
             quantized = quantize_tensor(name, tensor, schemes[name], num_threads=num_threads)
@@ -94,7 +94,7 @@ def quantized_weights(
     if cache_directory is not None and limit:
         key = _cache_key(weights, options, schemes, files)
         layout = _file_layout(weights, schemes, key)
-        path = cache_directory / FOLDER / f"{key}.safetensors"
+        path = cache_directory / CACHE_FOLDER / f"{key}.safetensors"
         try:
             found = _read_file(path, layout, weights, schemes)
             if found is None:
@@ -104,11 +104,11 @@ def quantized_weights(
             if found is not None:
                 _update_access_time(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
-            problem = "what was written does not read back"
+            problem = "the written file cannot be read"
         except OSError as error:
             problem = str(error)
         if notices is not None:
-            notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
+            notices.append(f"the quantised weights could not be stored in {path.parent} ({problem}): they are only in memory")
     return QuantizedWeights(weights, quantize, schemes)
 
 
@@ -138,7 +138,7 @@ class QuantizedWeights(LazyWeights):
 
 
 def _cache_key(weights: Weights, options: QuantOptions, schemes: _Schemes, files: Sequence[Path]) -> str:
-    digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
+    digest = hashlib.sha256(repr((FORMAT_VERSION, astuple(options), sorted(schemes))).encode())
     for path in files:
         try:
             status = path.stat()
@@ -149,20 +149,20 @@ def _cache_key(weights: Weights, options: QuantOptions, schemes: _Schemes, files
         info = weights.info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
         for array in weights.source_arrays(name):
-            digest.update(_sample_bytes(array) if files else xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
+            digest.update(_sample_rows(array) if files else xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
         weights.free_tensor(name)
     return digest.hexdigest()[:40]
 
 
-def _sample_bytes(array: NDArray[Any]) -> bytes:
-    """Return the first bytes of 16 evenly spaced rows, for the cache key."""
-    rows = np.unique(np.linspace(0, len(array) - 1, _NUM_SAMPLES).astype(np.int64))
-    return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
+def _sample_rows(array: NDArray[Any]) -> bytes:
+    """Return the first bytes of some evenly spaced rows."""
+    rows = np.unique(np.linspace(0, len(array) - 1, _NUM_SAMPLED_ROWS).astype(np.int64))
+    return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_BYTES_PER_SAMPLED_ROW] for row in rows)
 
 
 def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
-    entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
-    relative: dict[str, slice] = {}
+    header_entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT_VERSION}", "key": key}}
+    byte_ranges: dict[str, slice] = {}
     offset = 0
     for name, scheme in schemes.items():
         rows, columns = weights.info(name).shape
@@ -170,22 +170,22 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
         groups = columns // scheme.group_size
         for part, (kind, shape, num_bytes) in {"codes": codes, "scales": ("F32", [rows, groups], rows * groups * 4)}.items():
             end = offset + num_bytes
-            relative[f"{name}.{part}"] = slice(offset, end)
-            entries[f"{name}.{part}"] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if offset > end:  # safetensors allows no gaps, so padding is a tensor
-                entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
-    entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+            byte_ranges[f"{name}.{part}"] = slice(offset, end)
+            header_entries[f"{name}.{part}"] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
+            offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            if offset > end:  # safetensors allows no gaps, so the padding is stored as a tensor
+                header_entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
+    header_entries["checksum"] = {"dtype": "U8", "shape": [_CHECKSUM_BYTES], "data_offsets": [offset, offset + _CHECKSUM_BYTES]}
+    text = json.dumps(header_entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
     start = len(header)
-    arrays = {name: slice(start + part.start, start + part.stop) for name, part in relative.items()}
+    arrays = {name: slice(start + part.start, start + part.stop) for name, part in byte_ranges.items()}
     return _FileLayout(header, arrays, start + offset)
 
 
 def _write_file(path: Path, layout: _FileLayout, names: Iterable[str], quantize: Callable[[str], GroupedTensor]) -> None:
-    """Quantise all matrices into a temporary file and then rename it, so that a file under its final name is complete."""
+    """Quantise all matrices into a temporary file, and then rename the file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_old_temporary_files(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY_PREFIX)
@@ -197,7 +197,7 @@ def _write_file(path: Path, layout: _FileLayout, names: Iterable[str], quantize:
                 for part, array in (("codes", matrix.codes), ("scales", matrix.scales)):
                     file.write(bytes(layout.arrays[f"{name}.{part}"].start - file.tell()))
                     file.write(array.reshape(-1).view(np.uint8).data)
-            file.write(bytes(layout.digest_begin - file.tell()))
+            file.write(bytes(layout.checksum_begin - file.tell()))
             file.flush()
             file.write(xxh3_128_digest(map_file(Path(temporary))[len(layout.header) :].data))
             file.flush()
@@ -210,27 +210,27 @@ def _write_file(path: Path, layout: _FileLayout, names: Iterable[str], quantize:
 
 
 def _read_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Schemes) -> dict[str, GroupedTensor] | None:
-    """Return the matrices of a cache file, by name; None if the file is missing, damaged or has another layout."""
+    """Return the matrices in a cache file, by name; None if the file is missing or damaged, or has another layout."""
     try:
         content = map_file(path)
     except (FileNotFoundError, CheckpointError):
         return None
     if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    if content[layout.digest_begin :].tobytes() != xxh3_128_digest(content[len(layout.header) : layout.digest_begin].data):
+    if content[layout.checksum_begin :].tobytes() != xxh3_128_digest(content[len(layout.header) : layout.checksum_begin].data):
         return None
-    found: dict[str, GroupedTensor] = {}
+    tensors: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
         info = weights.info(name)
         codes, scales = (content[layout.arrays[f"{name}.{part}"]].reshape(info.shape[0], -1) for part in ("codes", "scales"))
         matrix = GroupedMatrix(codes.view(scheme.code_type), scales.view("<f4"), None, scheme.bits, scheme.zero_point)
-        found[name] = GroupedTensor(matrix, info.weight_type)
-    return found
+        tensors[name] = GroupedTensor(matrix, info.weight_type)
+    return tensors
 
 
 def cached_bytes(directory: Path) -> int:
-    """Return the total size of the cached files in bytes."""
-    return sum(size for _, size, _ in _cached_files(directory / FOLDER))
+    """Return the total size in bytes of all files in the cache."""
+    return sum(size for _, size, _ in _cached_files(directory / CACHE_FOLDER))
 
 
 def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
@@ -244,10 +244,10 @@ def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def _evict_until_fits(folder: Path, size: int, limit: int) -> None:
-    """Remove least recently used files until a file of `size` bytes fits. Processes that have mapped a removed file are not affected.
+    """Remove least recently used files until a file of `size` bytes fits. Processes that have mapped a file can still read it.
 
     Raises:
-        OSError: `size` exceeds the limit of all files.
+        OSError: `size` exceeds `limit`.
     """
     if size > limit:
         raise OSError(f"{size / 1e9:.3g} GB are more than the {limit / 1e9:.3g} GB that PACELINE_CACHE_GB allows")
@@ -262,12 +262,12 @@ def _evict_until_fits(folder: Path, size: int, limit: int) -> None:
 
 
 def _update_access_time(path: Path) -> None:
-    with suppress(OSError):  # another process may have removed the file, or another user owns it
+    with suppress(OSError):  # the file may be removed by another process, or belong to another user
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _remove_old_temporary_files(directory: Path) -> None:
-    """Remove temporary files that killed processes left: those older than a day."""
+    """Remove temporary files of killed processes: all that are older than a day."""
     for temporary in directory.glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(OSError):
             if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_AGE_S:

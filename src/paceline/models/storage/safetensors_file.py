@@ -1,4 +1,4 @@
-"""Read safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+"""Read safetensors files. They contain the header's length in 8 bytes (little-endian), a JSON header, and the tensors' bytes.
 
 Files are untrusted: every number in the header is checked against the file's size before use.
 """
@@ -28,7 +28,7 @@ _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file, not read yet. Its bytes are from offset `begin` to before `end`."""
+    """Location of a tensor in a safetensors file: bytes `begin` to `end`, without `end`."""
 
     path: Path
     dtype: str
@@ -38,10 +38,10 @@ class StoredTensor:
 
 
 def checkpoint_files(directory: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a checkpoint: `model.safetensors`, or the shards that its index names.
+    """Return the safetensors files of a checkpoint: `model.safetensors`, or the shards in its index.
 
     Raises:
-        CheckpointError: There are no such files, or the index names a missing one.
+        CheckpointError: No file is found, or a shard in the index is missing.
     """
     single, index = (directory / name for name in SAFETENSORS)
     if is_file(single):
@@ -52,10 +52,10 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the location of every tensor of one file, by name.
+    """Return the location of every tensor in a file, by name.
 
     Raises:
-        CheckpointError: The file is truncated, or its header is not valid for its size.
+        CheckpointError: The file is truncated, or its header does not fit its size.
     """
     try:
         with open_regular_file(path) as file:
@@ -94,7 +94,7 @@ def has_tensor(directory: Path, ending: str) -> bool:
 
 
 def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
-    """Return the type that most bytes of a checkpoint have, among `preferred` types if it has tensors of these."""
+    """Return the type with the most bytes in a checkpoint. Types in `preferred` take precedence over all others."""
     num_bytes: Counter[str] = Counter()
     for path in checkpoint_files(directory):
         for tensor in read_header(path).values():
@@ -123,7 +123,7 @@ def _parse_header_entry(path: Path, name: str, entry: object, data_start: int, f
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"{path}: header entry {name!r} is {shortened(entry)}, expected an object; download the file again")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or not _is_list_of_counts(shape) or not _is_list_of_counts(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or not _is_list_of_sizes(shape) or not _is_list_of_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: header entry {name!r} = {shortened(entry)} lacks a dtype, shape or data_offsets; download it again")
     if len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(f"{path}: tensor {name!r} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}; download it again")
@@ -139,7 +139,7 @@ def _parse_header_entry(path: Path, name: str, entry: object, data_start: int, f
     return StoredTensor(path, dtype, tuple(shape), begin, end)
 
 
-def _is_list_of_counts(values: object) -> TypeGuard[list[int]]:
+def _is_list_of_sizes(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

@@ -1,4 +1,4 @@
-"""Give every expert tensors of its own where a checkpoint stacks all experts of a layer in one tensor. No bytes are copied."""
+"""Split tensors that stack all experts of a layer into tensors of single experts, without copying bytes."""
 
 import re
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
 from paceline.models.storage.safetensors_file import StoredTensor
 
-_EXPERT_TENSOR = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
-_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EXPERT_TENSOR_NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_MIXTRAL_MATRIX_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _STACK_NAMES = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
 
 
 def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Return the tensors with one for each expert, such as `model.layers.0.mlp.experts.7.gate_proj.weight`, in place of stacks.
+    """Replace stacked tensors by tensors of single experts, such as `model.layers.0.mlp.experts.7.gate_proj.weight`.
 
     Raises:
-        CheckpointError: A stack has another shape than config.json requires.
+        CheckpointError: A stacked tensor has another shape than config.json requires.
     """
     family = FAMILIES[config.family]
-    tensors = {common_expert_name(name, family): tensor for name, tensor in stored.items()}
+    tensors = {standard_expert_name(name, family): tensor for name, tensor in stored.items()}
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
@@ -37,14 +37,14 @@ def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> di
     return tensors
 
 
-def common_expert_name(name: str, family: Family) -> str:
-    """Return a tensor's name with `Family.mlp_module` and the names in it replaced by those that most families use."""
-    match = _EXPERT_TENSOR.fullmatch(name)
+def standard_expert_name(name: str, family: Family) -> str:
+    """Return the name that most families use for an expert's tensor; other names are returned unchanged."""
+    match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is None or match[2] != family.mlp_module:
         return name
     prefix, _, expert, part, other = match.groups()
-    common = {**_STACK_NAMES, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
-    return name if common is None else f"{prefix}.mlp.{common}"
+    standard = {**_STACK_NAMES, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_MIXTRAL_MATRIX_NAMES[part]}.weight"
+    return name if standard is None else f"{prefix}.mlp.{standard}"
 
 
 def _split_stack(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:

@@ -24,19 +24,19 @@ ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.", "vision_adapter.", "vision_projection.",
 )  # fmt: skip
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # prefixes of drafting heads' tensors
+_DRAFTING_HEAD_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The tensors of a checkpoint directory, not read yet.
+    """Locations of the tensors of a checkpoint directory.
 
     Attributes:
         directory: directory of the checkpoint.
-        tensors: tensors of the language model that are not used yet, by name without the prefix of a multimodal model.
+        tensors: unused tensors of the language model, by name without the prefix of a multimodal model.
         files: mapped files, by path.
         bundled_head, has_encoders: as in `Weights`.
-        container: format of packed matrices; None = there are none.
+        container: format of packed matrices; None = the checkpoint has none.
     """
 
     directory: Path
@@ -46,11 +46,11 @@ class StoredModel:
     has_encoders: bool
     container: Container | None = None
 
-    def take(self, name: str) -> StoredTensor:
-        """Return a tensor and remove it from `tensors`.
+    def pop_tensor(self, name: str) -> StoredTensor:
+        """Remove a tensor from `tensors` and return it.
 
         Raises:
-            CheckpointError: It is missing, or its matrix is packed.
+            CheckpointError: The tensor is missing, or is a packed matrix.
         """
         tensor = self.tensors.pop(name, None)
         if not isinstance(tensor, StoredTensor):
@@ -59,7 +59,7 @@ class StoredModel:
 
 
 def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
-    """Find the tensors of the language model.
+    """Find the tensors of the language model in a checkpoint directory.
 
     Raises:
         CheckpointError: A file is missing or damaged, or there are fewer tensors than layers.
@@ -69,8 +69,8 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
         stored.update(read_header(path))
     if config.num_layers > len(stored):  # checked first, because memory is allocated for each layer
         raise CheckpointError(
-            f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
-            "is it another model's?"
+            f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json: "
+            "they may belong to different models"
         )
     language_model = _language_model_tensors(stored)
     model, heads = _without_drafting_heads(language_model, config)
@@ -88,11 +88,11 @@ def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Sto
     """Return the tensors of the language model, without the prefix of a multimodal model and without encoders."""
     prefix = next((prefix for prefix in TEXT_MODEL_PREFIXES if any(name.startswith(prefix) for name in stored)), None)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(ENCODER_PREFIXES)}
-    return plain if prefix is None else {plain_name(name, prefix): tensor for name, tensor in plain.items()}
+    return plain if prefix is None else {strip_multimodal_prefix(name, prefix): tensor for name, tensor in plain.items()}
 
 
 def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors that belong to no drafting head, and the names of those that do.
+    """Return the tensors that do not belong to a drafting head, and the names of the tensors that do.
 
     A layer after the last one is a drafting head only if it has an `eh_proj`. Otherwise config.json states too few layers.
     """
@@ -100,14 +100,14 @@ def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelCon
     layers = {name: int(match[1]) for name in stored if (match := layer_name.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored
-        if name.startswith(_DRAFTING_PARTS) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
+        if name.startswith(_DRAFTING_HEAD_PREFIXES) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
     ]  # fmt: skip
     head_names = set(heads)
     return {name: tensor for name, tensor in stored.items() if name not in head_names}, heads
 
 
-def plain_name(name: str, prefix: str) -> str:
-    """Return a tensor's name with the `prefix` of a multimodal model replaced by `model.`."""
+def strip_multimodal_prefix(name: str, prefix: str) -> str:
+    """Replace the `prefix` of a multimodal model in a tensor's name by `model.`."""
     if name.startswith(prefix):
         return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")  # the prefix of lm_head
+    return name.removeprefix("language_model.")  # prefix of lm_head only

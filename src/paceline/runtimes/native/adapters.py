@@ -53,14 +53,14 @@ class NativeAdapter:
         if not any(name in one for name in names for one in (updates, biases, replacements)):
             return AdapterSite(None, None, None)
         own = [updates[name] for name in names if name in updates]
-        down = self._down_projection_tiles(np.concatenate([update.down for update in own])) if own else None
+        down = self._down_projection_tiles(np.concatenate([update.lora_a for update in own])) if own else None
         products, first = (AdapterProduct * len(names))(), 0
         for product, name in zip(products, names, strict=True):
             product.replacement = pointer(replacements[name]) if name in replacements else None
-            rank = len(updates[name].down) if name in updates else 0
+            rank = len(updates[name].lora_a) if name in updates else 0
             product.first, product.rank, first = first, rank, first + rank
             if name in updates:
-                product.kind, product.up = self._up_projection_panels(updates[name].up)
+                product.kind, product.up = self._up_projection_panels(updates[name].lora_b)
             if name in biases:
                 product.up = product.up or self._copy_to_memory(np.zeros(LANES, np.float32))
                 product.bias = self._copy_to_memory(np.ascontiguousarray(biases[name], np.float32))

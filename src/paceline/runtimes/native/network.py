@@ -162,7 +162,7 @@ class NativeNetwork(Network):
 
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         program, shared = self._programs.get(logits_rows.summary) or self._create_program(logits_rows.summary), self._shared
-        shared.files.check()
+        shared.files.check_not_truncated()
         shared.num_passes += 1
         scalings = compute_scalings(shared.classifiers, inputs, batch, self._run_scaling_pass) if shared.classifiers else {}
         return ForwardOutput(self._run(program, inputs, batch, logits_rows, scalings))
@@ -204,7 +204,7 @@ class NativeNetwork(Network):
         embedded = self.embed(token_ids)
         for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
-            if adapter.has_embedding_change:
+            if adapter.changes_embedding:
                 own = adapter.adapt_embeddings(self._embedding_rows(ids), ids)
                 embedded[rows] = scaled_embeddings(own, self.config, self._round_to)
         return embedded

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CapacityError, CheckpointError
-from paceline.models.gguf.blocks import CONVERTED_TYPES, StoredBlocks, not_finite_error
+from paceline.models.gguf.blocks import TYPES_WITHOUT_NATIVE_KERNEL, StoredBlocks, not_finite_error
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix, SuperBlocks
 from paceline.models.storage.mapped_files import drop_pages
@@ -148,7 +148,7 @@ def _pack_as_groups(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
         try:
             matrix = blocks.select_rows(rows).to_grouped_matrix()
         except CheckpointError:
-            raise not_finite_error(blocks.where, rows.start, rows.stop - 1) from None
+            raise not_finite_error(blocks.source_name, rows.start, rows.stop - 1) from None
         _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
 
     _fill_panels(packed, fill_range, num_threads)
@@ -164,11 +164,11 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     """
     (outputs, columns), zero_row = blocks.shape, _groups_of_zero_row(blocks)
     packed = _allocate(zero_row, outputs, has_float16=_has_float16_scales(blocks, zero_row), arena=arena)
-    if blocks.block_type.name in CONVERTED_TYPES:
+    if blocks.block_type.name in TYPES_WITHOUT_NATIVE_KERNEL:
         return _pack_as_groups(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
     row_order = None if blocks.row_order is None else np.ascontiguousarray(blocks.row_order, np.int64)
-    run_positions = None if blocks.column_order is None else np.argsort(blocks.column_order).astype(np.int32)
+    run_positions = None if blocks.column_run_order is None else np.argsort(blocks.column_run_order).astype(np.int32)
     address = [None if array is None else array.ctypes.data for array in (raw, row_order, run_positions)]
     sizes = outputs, columns, packed.zero_point, packed.scale_columns, _sign_bit_mask(zero_row), raw.strides[0]
     record = GgufBlocksRecord(_GGUF_TYPE_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address)
@@ -177,9 +177,9 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     def fill_range(begin: int, end: int) -> None:
         result = library.paceline_pack_gguf_blocks(record, begin, end, to.shape[1], to.ctypes.data)
         if result >= 0:
-            raise not_finite_error(blocks.where, result, result)
+            raise not_finite_error(blocks.source_name, result, result)
         if result == -2:
-            raise CapacityError(f"{blocks.where} cannot be packed: out of memory; use a smaller model, or close other programs")
+            raise CapacityError(f"{blocks.source_name} cannot be packed: out of memory; use a smaller model, or close other programs")
         assert result == -1  # block types that the kernels do not read are handled above
         if row_order is None and raw.nbytes > _LARGE_BYTES:
             drop_pages([raw[begin * PANEL_OUTPUTS : end * PANEL_OUTPUTS]])
@@ -262,7 +262,7 @@ def _contiguous(array: Any) -> Any:
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return the groups of a row of zeros, which have the shapes and types of the groups of all rows."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
-    return StoredBlocks(zeros, blocks.block_type, blocks.where, column_order=blocks.column_order).to_grouped_matrix()
+    return StoredBlocks(zeros, blocks.block_type, blocks.source_name, column_run_order=blocks.column_run_order).to_grouped_matrix()
 
 
 def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:

@@ -28,7 +28,7 @@ class TorchAdapter:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self.products = {name: (tensor(update.down), tensor(update.up)) for name, update in network_adapter.low_rank_updates.items()}
+        self.products = {name: (tensor(update.lora_a), tensor(update.lora_b)) for name, update in network_adapter.low_rank_updates.items()}
         self.biases = {name: tensor(values) for name, values in network_adapter.biases.items()}
         self.saved = {name: tensor(values) for name, values in network_adapter.replacements.items()}
         mixture = network_adapter.mixture
