@@ -152,7 +152,7 @@ def test_adapter_factors_are_read_once_per_chosen_expert(num_rows: int, seed: in
     for index, operation in enumerate(network._blocks.operations):
         if not isinstance(operation, ExpertsOperation):
             continue
-        parts = ["down_proj"] if operation.of_pairs else ["gate_proj", "up_proj"]
+        parts = ["down_proj"] if operation.is_per_pair else ["gate_proj", "up_proj"]
         panels = 0
         for expert, number in pairs:
             lows = [adapters[number].low_rank_updates.get(f"experts.{expert}.{part}") for part in parts]

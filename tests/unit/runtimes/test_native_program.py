@@ -66,12 +66,12 @@ def build(ops: NativeOps, inputs: list[Value]) -> list[Value]:
         q, k, v = ops.linear(x, f"{number}.q", f"{number}.k", f"{number}.v")
         size, half = layer.head_size, layer.rotary_half
         turned = [
-            ops._append(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, table=layer.table), value)
+            ops._append(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, angle_table=layer.table), value)
             for value, heads in ((q, layer.heads), (k, layer.kv_heads))
         ]
         attention = AttentionOperation(
             q=turned[0].index, k=turned[1].index, v=v.index, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
-            layer=number, tables=0, window=layer.window, is_causal=0, latent_size=0, scale=layer.scale, soft_cap=layer.soft_cap,
+            layer=number, block_table_set=0, window=layer.window, is_causal=0, latent_size=0, scale=layer.scale, soft_cap=layer.soft_cap,
                 sinks=None,
         )  # fmt: skip
         x = ops.add(x, *ops.linear(ops._append(attention, q), f"{number}.o"))
@@ -125,7 +125,7 @@ def test_attention_layers_of_different_shapes_run_in_one_program(level: str, num
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"x": 0, "heads": 1}, {"x": 0, "heads": 1, "head_size": 2, "rotary_half": 1, "table": 0, "width": 4}]
+    "fields", [{}, {"x": 0, "heads": 1}, {"x": 0, "heads": 1, "head_size": 2, "rotary_half": 1, "angle_table": 0, "width": 4}]
 )
 def test_native_operation_with_missing_or_extra_fields_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(TypeError, match="the operation ROPE has the fields"):
@@ -134,6 +134,6 @@ def test_native_operation_with_missing_or_extra_fields_is_refused(fields: dict[s
 
 def test_native_operation_keeps_its_arrays_alive() -> None:
     ids = (ctypes.c_int32 * 3)(4, 5, 6)
-    operation = SummarizeOperation(x=0, width=3, index=0, columns=3, count=1, target_ids=ids)
+    operation = SummarizeOperation(x=0, width=3, summary_index=0, columns=3, count=1, target_ids=ids)
     del ids
     assert operation.target_ids[:3] == [4, 5, 6]

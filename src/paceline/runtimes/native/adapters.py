@@ -58,7 +58,7 @@ class NativeAdapter:
         for product, name in zip(products, names, strict=True):
             product.replacement = pointer(replacements[name]) if name in replacements else None
             rank = len(updates[name].lora_a) if name in updates else 0
-            product.first, product.rank, first = first, rank, first + rank
+            product.first_rank, product.rank, first = first, rank, first + rank
             if name in updates:
                 product.kind, product.up = self._up_projection_panels(updates[name].lora_b)
             if name in biases:

@@ -68,7 +68,7 @@ class Execution:
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # each [capacity in rows, width]
         self.pass_record = PassRecord(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
-        max_experts = max((operation.chosen for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
+        max_experts = max((operation.experts_per_row for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
         self._adapter_rows = None if adapters is None else AdapterMapping(adapters, ops.sites, max_experts)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
@@ -138,7 +138,7 @@ class Execution:
         sizes = {(num_rows, self._max_columns)}
         for operation in self._recorded_operations:
             if isinstance(operation, ExpertsOperation):
-                sizes.add((num_rows * operation.chosen * 6 // 5 + 1, operation.matrices[0].columns))
+                sizes.add((num_rows * operation.experts_per_row * 6 // 5 + 1, operation.matrices[0].columns))
         return max(int(self.kernels.paceline_packed_floats(*size)) for size in sizes)
 
     def reserve_rows(self, num_rows: int) -> None:
@@ -158,5 +158,5 @@ class Execution:
         self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)
         self._program.scratch = self._scratch_address_array.ctypes.data
         self._program.buffers = self._buffer_address_array.ctypes.data
-        self._program.packed = self._packed.ctypes.data
+        self._program.packed_inputs = self._packed.ctypes.data
         self._capacity = capacity

@@ -131,7 +131,7 @@ class NativeOps:
         if options.target_ids is not None:
             ids = (c_int32 * (columns + LANES))(*options.target_ids[:columns].tolist())
         operation = SummarizeOperation(
-            x=logits.index, width=logits.width, index=self._num_summaries, columns=columns, count=options.count, target_ids=ids
+            x=logits.index, width=logits.width, summary_index=self._num_summaries, columns=columns, count=options.count, target_ids=ids
         )
         self._num_summaries += 1
         out = self._append(operation, logits, kernels().paceline_summary_floats(columns, options.count))
@@ -180,7 +180,7 @@ class NativeOps:
             )
         tail = 0 if tails is None else tails.width // num_heads
         operation = HeadsOperation(
-            x=x.index, tails=-1 if tails is None else tails.index, heads=num_heads, tail=tail, packing=packing,
+            x=x.index, tails=-1 if tails is None else tails.index, heads=num_heads, tail_columns=tail, packing=packing,
             matrices=(Matrix * num_heads)(*matrices),
         )  # fmt: skip
         return self._append(operation, x, num_heads * (outputs + tail))
@@ -202,14 +202,15 @@ class NativeOps:
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
-            conv_at=layout.conv_offset, record_at=layout.record_offset, weight=self._weights.transposed(name + ".weight"), bias=bias,
+            conv_offset=layout.conv_offset, record_offset=layout.record_offset,
+            weight=self._weights.transposed(name + ".weight"), bias=bias,
         )  # fmt: skip
         return self._append(operation, x)
 
     def block_convolution(self, x: Value, added: Value, convolution: BlockConvolution, name: str, side: int) -> Value:
         size = convolution.kernel_size
         operation = BlockConvolutionOperation(
-            x=x.index, added=added.index, width=x.width, added_width=added.width, added_at=side * (added.width // 2), kernel_size=size,
+            x=x.index, added=added.index, width=x.width, added_width=added.width, added_offset=side * (added.width // 2), kernel_size=size,
             group=convolution.group_size, base=self._weights.vector(name + ".weight") + 4 * side * size * x.width,
         )  # fmt: skip
         return self._append(operation, x)
@@ -223,7 +224,7 @@ class NativeOps:
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         head_size = x.width // num_heads
         half, table = rope.rotary_size(head_size) // 2, self._config.rope_variants.index((rope, head_size))
-        return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
+        return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, angle_table=table), x)
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
         width = attention.num_heads * attention.latent_size if attention.latent is not None else q.width
@@ -237,7 +238,7 @@ class NativeOps:
         kv_layer = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=kv_layer, tables=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
+            layer=kv_layer, block_table_set=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
             is_causal=attention.is_causal, latent_size=attention.latent_size, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
@@ -259,12 +260,12 @@ class NativeOps:
         routing = mlp.routing
         routes = self._record_routing(logits, routing, prefix)
         *inputs, output = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        *gates, up = self._expert_products(x, routes, routing, *inputs[not mlp.expert.has_gate :], of_pairs=False)
+        *gates, up = self._expert_products(x, routes, routing, *inputs[not mlp.expert.has_gate :], is_per_pair=False)
         active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
-        (down,) = self._expert_products(active, routes, routing, output, of_pairs=True)
+        (down,) = self._expert_products(active, routes, routing, output, is_per_pair=True)
         width = down.width // routing.num_experts_per_token
         return self._append(
-            CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_experts_per_token, width=width), x, width
+            CombineOperation(x=down.index, routes=routes.index, experts_per_row=routing.num_experts_per_token, width=width), x, width
         )
 
     def add(self, x: Value, y: Value) -> Value:
@@ -283,7 +284,7 @@ class NativeOps:
         width = y.width // num_streams
         operation = MixOperation(
             x=x.index, y=y.index, weights=-1 if weights is None else weights.index, width=width, inputs=x.width // width,
-            outputs=num_streams, first=first, offset=offset,
+            outputs=num_streams, first_mixed=first, offset=offset,
         )  # fmt: skip
         return self._append(operation, y)
 
@@ -336,8 +337,8 @@ class NativeOps:
         operation = StateOperation(
             x=x.index, a=a.index, b=-1 if b is None else b.index, prepared=prepared.index, channels=mixer.channels, heads=state.heads,
             key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block_columns=layout.block,
-            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=layout.matrices_offset, keys_at=layout.record_offset + mixer.channels,
-            prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
+            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_offset=layout.matrices_offset,
+            keys_offset=layout.record_offset + mixer.channels, prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
             beta_scale=mixer.beta_scale if isinstance(mixer, GatedDeltaConfig) else 1.0,
             decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
             skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
@@ -351,18 +352,18 @@ class NativeOps:
             for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
         )
         operation = RouteOperation(
-            x=logits.index, experts=routing.num_experts, chosen=routing.num_experts_per_token,
+            x=logits.index, num_experts=routing.num_experts, experts_per_row=routing.num_experts_per_token,
             scoring=(RouterScoring.SOFTMAX, RouterScoring.SIGMOID).index(routing.scoring),
             groups=routing.num_groups, chosen_groups=routing.chosen_groups, scores_per_group=routing.scores_per_group,
             is_normalized=routing.is_normalized, epsilon=routing.epsilon, factor=routing.factor, correction=correction, scales=scales,
         )  # fmt: skip
         return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 
-    def _expert_products(self, x: Value, routes: Value, routing: ExpertRouting, *names: str, of_pairs: bool) -> tuple[Value, ...]:
+    def _expert_products(self, x: Value, routes: Value, routing: ExpertRouting, *names: str, is_per_pair: bool) -> tuple[Value, ...]:
         """Record the products of each row with matrices of its experts. Results have a row for each pair of a row and an expert.
 
         Args:
-            of_pairs: whether x has a row for each pair; otherwise it has one for each row of the pass.
+            is_per_pair: whether x has a row for each pair; otherwise it has one for each row of the pass.
             names: names of the matrices, with a placeholder for the index of the expert.
         """
         outs: list[Value] = []
@@ -380,8 +381,8 @@ class NativeOps:
                 site = len(self.sites)
                 self.sites += [tuple(name.format(expert) for name, _ in own) for expert in range(routing.num_experts)]
             operation = ExpertsOperation(
-                x=x.index, routes=routes.index, chosen=routing.num_experts_per_token, experts=routing.num_experts,
-                num_matrices=len(own), packing=packing, of_pairs=of_pairs, adapter_site=site, matrices=array,
+                x=x.index, routes=routes.index, experts_per_row=routing.num_experts_per_token, num_experts=routing.num_experts,
+                num_matrices=len(own), packing=packing, is_per_pair=is_per_pair, adapter_site=site, matrices=array,
             )  # fmt: skip
             self._append_to(operation, outs[0])
         return tuple(outs)
@@ -410,5 +411,5 @@ def matrices_of(operation: Operation) -> list[Matrix]:
     """Return the matrices with which an operation multiplies; empty for operations that are not products."""
     count = operation.heads if isinstance(operation, HeadsOperation) else 0
     if isinstance(operation, LinearOperation | ExpertsOperation):
-        count = operation.num_matrices * (operation.experts if isinstance(operation, ExpertsOperation) else 1)
+        count = operation.num_matrices * (operation.num_experts if isinstance(operation, ExpertsOperation) else 1)
     return operation.matrices[:count] if count else []

@@ -143,18 +143,18 @@ NormOperation = _operation(
 )
 """RMS norm or, if `is_centered`, layer norm of each head of a row; with one head, of the whole row. None = no weight, no bias."""
 
-RopeOperation = _operation("ROPE", "int32 x heads head_size rotary_half table", inputs="x")
+RopeOperation = _operation("ROPE", "int32 x heads head_size rotary_half angle_table", inputs="x")
 """Rotary embedding of `rotary_half` pairs of each head, with the angles of a table."""
 
 AttentionOperation = _operation(
     "ATTENTION",
-    "int32 q k v heads kv_heads head_size layer tables window is_causal latent_size; float scale soft_cap; pointer sinks",
+    "int32 q k v heads kv_heads head_size layer block_table_set window is_causal latent_size; float scale soft_cap; pointer sinks",
     inputs="q k v",
 )
 """Write keys and values to a layer of the cache, and attention to it.
 
-k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. tables: index of the layer's set
-of block tables. is_causal: the masks of ranges are ignored. latent_size: columns of a key that are the value, too (v = k); 0 = none."""
+k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. block_table_set: index of its
+set of block tables. is_causal: masks of ranges are ignored. latent_size: leading columns of a key that are its value (v = k); 0 = none."""
 
 GatedOperation = _operation(
     "GATED", "int32 x up width activation group; float slope limit alpha_p alpha_n beta eps; pointer weight", inputs="x up"
@@ -184,53 +184,56 @@ GaussianTopKOperation = _operation("GAUSSIAN_TOP_K", "int32 x width; float facto
 ConcatOperation = _operation("CONCAT", "int32 x y x_width width", inputs="x y")
 """[x, y]: the columns of x, then those of y. width: that of the result."""
 
-MixOperation = _operation("MIX", "int32 x y weights width inputs outputs first; float offset", inputs="x y weights")
-"""Streams y_i plus the sum of (weights_ij + offset) x_j over j; only y_i if i < first. Streams are adjacent and have `width` columns.
+MixOperation = _operation("MIX", "int32 x y weights width inputs outputs first_mixed; float offset", inputs="x y weights")
+"""Streams y_i plus the sum of (weights_ij + offset) x_j over j; only y_i if i < first_mixed. Streams are adjacent and have `width` columns.
 
 inputs, outputs: number of streams of x, and of y and the result. weights: [outputs][inputs] in each row; -1 = zeros."""
 
 RouteOperation = _operation(
     "ROUTE",
-    "int32 x experts chosen scoring groups chosen_groups scores_per_group is_normalized; float epsilon factor; pointer correction scales",
+    "int32 x num_experts experts_per_row scoring groups chosen_groups scores_per_group is_normalized;"
+    "float epsilon factor; pointer correction scales",
     inputs="x",
 )
 """Choose the experts of each row by the router's logits x. scoring: 0 softmax, 1 sigmoid. See kernels/experts.c."""
 
 ExpertsOperation = _operation(
-    "EXPERTS", "int32 x routes chosen experts num_matrices packing of_pairs adapter_site; Matrix* matrices", inputs="x routes"
+    "EXPERTS",
+    "int32 x routes experts_per_row num_experts num_matrices packing is_per_pair adapter_site; Matrix* matrices",
+    inputs="x routes",
 )
 """Products of rows with the matrices of their experts. The results have a row for each pair of a row and an expert."""
 
-CombineOperation = _operation("COMBINE", "int32 x routes chosen width", inputs="x routes")
+CombineOperation = _operation("COMBINE", "int32 x routes experts_per_row width", inputs="x routes")
 """The sum of the outputs of each row's experts, times their weights."""
 
 ConvolutionOperation = _operation(
-    "CONVOLUTION", "int32 x channels kernel_size is_activated conv_at record_at; pointer weight bias", inputs="x"
+    "CONVOLUTION", "int32 x channels kernel_size is_activated conv_offset record_offset; pointer weight bias", inputs="x"
 )
-"""A causal convolution of each channel. conv_at, record_at: the layer's offset in a recurrent state, and in a replay record."""
+"""A causal convolution of each channel. conv_offset, record_offset: the layer's offset in a recurrent state, and in a replay record."""
 
 StateOperation = _operation(
     "STATE",
-    "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta matrices_at keys_at prepared_floats;"
-    "float min_step max_step beta_scale; pointer decay bias skip",
+    "int32 x a b prepared channels heads key_heads rows_of_state columns block_columns is_delta"
+    " matrices_offset keys_offset prepared_floats; float min_step max_step beta_scale; pointer decay bias skip",
     inputs="x a b prepared",
     outputs="out prepared",
 )
 """Update of recurrent state matrices by a gated delta rule or by Mamba-2, see kernels/state_blocks.c."""
 
 BlockConvolutionOperation = _operation(
-    "BLOCK_CONVOLUTION", "int32 x added width added_width added_at kernel_size group; pointer base", inputs="x added"
+    "BLOCK_CONVOLUTION", "int32 x added width added_width added_offset kernel_size group; pointer base", inputs="x added"
 )
 """A causal convolution over the rows of a range, in which each row has another kernel; see `Ops.block_convolution`."""
 
-HeadsOperation = _operation("HEADS", "int32 x tails heads tail packing; Matrix* matrices", inputs="x tails")
-"""Products of each head of a row with its own matrix, each followed by `tail` values of the head in `tails`; tail 0: tails = -1."""
+HeadsOperation = _operation("HEADS", "int32 x tails heads tail_columns packing; Matrix* matrices", inputs="x tails")
+"""Products of each head of a row with its own matrix, each followed by the head's `tail_columns` values in `tails`; 0: tails = -1."""
 
 
 class AdapterProduct(Structure):
     """The LoRA update of one product, see kernels/native.h."""
 
-    _fields_ = _fields("int32 kind first rank unused; pointer up bias; Matrix* replacement")
+    _fields_ = _fields("int32 kind first_rank rank unused; pointer up bias; Matrix* replacement")
 
 
 _TYPES["AdapterProduct*"] = POINTER(AdapterProduct)
@@ -254,14 +257,14 @@ class PassAdapter(Structure):
 ColumnsOperation = _operation("COLUMNS", "int32 x x_width begin width", inputs="x")
 """Columns [begin, begin + width) of x."""
 
-SummarizeOperation = _operation("SUMMARIZE", "int32 x width index columns count; int32* target_ids", inputs="x")
-"""Summarise rows of logits, see `SummaryOptions`. index: which of the network's summaries this is."""
+SummarizeOperation = _operation("SUMMARIZE", "int32 x width summary_index columns count; int32* target_ids", inputs="x")
+"""Summarise rows of logits, see `SummaryOptions`. summary_index: index among the network's summaries."""
 
 
 class Range(Structure):
-    """A `RowRange` for the kernels. table, mask: offsets in `Pass.block_tables` and `Pass.masks`; mask -1 = causal."""
+    """A `RowRange` for the kernels. table_offset, mask_offset: in `Pass.block_tables` and `Pass.masks`; mask_offset -1 = causal."""
 
-    _fields_ = _fields("int32 start rows cached_len table mask first_slot")
+    _fields_ = _fields("int32 start rows cached_len table_offset mask_offset first_slot")
 
 
 class SampleOptions(Structure):
@@ -274,7 +277,7 @@ class SamplePath(Structure):
     """A draft tree along which target tokens are sampled, see kernels/native.h."""
 
     _fields_ = _fields(
-        "pointer logits block_max; int64 stride block_max_stride; pointer options tree; uint64 seed sample_index position;"
+        "pointer logits block_max; int64 logits_stride block_max_stride; pointer options tree; uint64 seed sample_index position;"
         "pointer result; int32 num_nodes num_tokens"
     )
 
@@ -282,7 +285,7 @@ class SamplePath(Structure):
 class StateStep(Structure):
     """A step of updating a recurrent state, see kernels/native.h."""
 
-    _fields_ = _fields("int32 from to path first_row num_rows first_save num_saves")
+    _fields_ = _fields("int32 from_state to_state path first_row num_rows first_save num_saves")
 
 
 class StateSave(Structure):
@@ -314,7 +317,7 @@ class Program(Structure):
     """A recorded network with its buffers and its cache, see kernels/native.h."""
 
     _fields_ = _fields(
-        "pointer operations; int32 num_operations num_threads; pointer buffers packed packed_rows scratch kv_storage split_results;"
+        "pointer operations; int32 num_operations num_threads; pointer buffers packed_inputs packed_rows scratch kv_storage split_results;"
         "int64 split_results_floats; int32 kv_kind max_columns; pointer tickets claims; int64 claims_per_thread;"
         "pointer state_scratch; int64 state_floats"
     )

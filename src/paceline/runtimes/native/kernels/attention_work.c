@@ -1,20 +1,19 @@
-/* Dividing an attention operation among threads. After keys and values are written, a piece of work is a chunk of rows and a KV head. If that gives
- * fewer than PIECES_PER_THREAD pieces per thread, a piece is a run of consecutive splits of a chunk, and results are merged afterwards. The bits
- * are the same. */
+/* How an attention operation is divided among threads. First the threads write keys and values. Then a piece of work is a chunk of rows and a KV
+ * head. If that gives fewer than MIN_PIECES_PER_THREAD pieces per thread, a piece is a run of consecutive splits of a chunk, and results are merged
+ * afterwards. Both ways give the same bits. */
 #include "attention.h"
-#include "threads.h"
 #include "work.h"
 
-#define PIECES_PER_THREAD 4
-#define MAX_RUN 8 /* maximum number of splits of a run; splits are prefetched within a run only */
+#define MIN_PIECES_PER_THREAD 4
+#define MAX_RUN_SPLITS 8 /* head blocks are prefetched only within a run */
 
-/* A position in the list of all chunks of a pass. */
+/* Iterates over the chunks of a pass, range by range. */
 typedef struct {
     const Pass *pass;
     const AttentionOperation *op;
-    Chunk chunk; /* kv_head 0, until it is set for a piece of work */
-    int range, first, splits; /* range: its index; the chunk has `splits` splits from `first` on */
-    size_t offset;            /* of the chunk's results in Program.split_results */
+    Chunk chunk;                              /* kv_head is set later */
+    int range_index, first_split, num_splits; /* range_index: in Pass.ranges; the chunk has splits [first_split, first_split + num_splits) */
+    size_t offset;                            /* index of the chunk's results in Program.split_results */
 } ChunkCursor;
 
 static size_t head_result_floats(const ChunkCursor *cursor) {
@@ -22,11 +21,11 @@ static size_t head_result_floats(const ChunkCursor *cursor) {
 }
 
 static void set_chunk(ChunkCursor *cursor, int row) {
-    const int rows = chunk_rows(cursor->op), left = cursor->pass->ranges[cursor->range].rows - row;
+    const int rows = max_chunk_rows(cursor->op), left = cursor->pass->ranges[cursor->range_index].rows - row;
     int end;
-    cursor->chunk = (Chunk){cursor->pass->ranges + cursor->range, row, left < rows ? left : rows, 0};
-    find_splits(cursor->op, &cursor->chunk, &cursor->first, &end);
-    cursor->splits = end - cursor->first;
+    cursor->chunk = (Chunk){cursor->pass->ranges + cursor->range_index, row, left < rows ? left : rows, 0};
+    find_chunk_splits(cursor->op, &cursor->chunk, &cursor->first_split, &end);
+    cursor->num_splits = end - cursor->first_split;
 }
 
 static ChunkCursor first_chunk(const Pass *pass, const AttentionOperation *op) {
@@ -36,49 +35,49 @@ static ChunkCursor first_chunk(const Pass *pass, const AttentionOperation *op) {
 }
 
 static void next_chunk(ChunkCursor *cursor) {
-    const int row = cursor->chunk.row + cursor->chunk.rows;
-    cursor->offset += (size_t)(cursor->splits * cursor->op->kv_heads) * head_result_floats(cursor);
+    const int row = cursor->chunk.first_row + cursor->chunk.rows;
+    cursor->offset += (size_t)(cursor->num_splits * cursor->op->kv_heads) * head_result_floats(cursor);
     if (row < cursor->chunk.range->rows) set_chunk(cursor, row);
-    else if (++cursor->range < cursor->pass->num_ranges) set_chunk(cursor, 0);
+    else if (++cursor->range_index < cursor->pass->num_ranges) set_chunk(cursor, 0);
 }
 
-/* Return where a split's result is; results of a chunk are ordered by head, then by split. */
+/* Return the address of a split's results. Results of a chunk are ordered by head, then by split. */
 static float *split_result_at(const Work *work, const ChunkCursor *cursor, int split) {
-    return work->program->split_results + cursor->offset + (size_t)(cursor->chunk.kv_head * cursor->splits + split) * head_result_floats(cursor);
+    return work->program->split_results + cursor->offset + (size_t)(cursor->chunk.kv_head * cursor->num_splits + split) * head_result_floats(cursor);
 }
 
-/* Compute runs of `run` splits, then merge their results. A head has num_split_runs runs over all chunks. */
-static void run_splits(const Work *work, const AttentionOperation *op, int run, int num_split_runs, int chunks) {
-    const int total = num_split_runs * op->kv_heads;
+/* Compute all splits in runs of splits_per_run, then merge their results. Each head has num_runs runs, over all chunks. */
+static void compute_split_runs(const Work *work, const AttentionOperation *op, int splits_per_run, int num_runs, int num_chunks) {
+    const int total = num_runs * op->kv_heads;
     PieceQueue queue = {0}, merges = {0};
     for (int piece; (piece = claim_next_piece(work, 1, total, &queue)) < total;) {
-        int left = piece % num_split_runs;
+        int left = piece % num_runs;
         ChunkCursor cursor = first_chunk(work->pass, op);
-        for (; left >= ceil_div(cursor.splits, run); next_chunk(&cursor)) left -= ceil_div(cursor.splits, run);
-        const int split = left * run, splits = cursor.splits - split;
-        cursor.chunk.kv_head = piece / num_split_runs;
-        attend_splits(work->program, work->pass, op, &cursor.chunk, cursor.first + split, run < splits ? run : splits,
+        for (; left >= ceil_div(cursor.num_splits, splits_per_run); next_chunk(&cursor)) left -= ceil_div(cursor.num_splits, splits_per_run);
+        const int split = left * splits_per_run, splits = cursor.num_splits - split;
+        cursor.chunk.kv_head = piece / num_runs;
+        attend_splits(work->program, work->pass, op, &cursor.chunk, cursor.first_split + split, splits_per_run < splits ? splits_per_run : splits,
                       work->program->scratch[work->thread], split_result_at(work, &cursor, split), head_result_floats(&cursor));
     }
     barrier();
-    for (int piece; (piece = claim_next_piece(work, 2, chunks * op->kv_heads, &merges)) < chunks * op->kv_heads;) {
+    for (int piece; (piece = claim_next_piece(work, 2, num_chunks * op->kv_heads, &merges)) < num_chunks * op->kv_heads;) {
         ChunkCursor cursor = first_chunk(work->pass, op);
-        for (int i = 0; i < piece % chunks; i++) next_chunk(&cursor);
-        cursor.chunk.kv_head = piece / chunks;
-        finish_attention(work->program, op, &cursor.chunk, split_result_at(work, &cursor, 0), cursor.splits, head_result_floats(&cursor));
+        for (int i = 0; i < piece % num_chunks; i++) next_chunk(&cursor);
+        cursor.chunk.kv_head = piece / num_chunks;
+        merge_and_write_outputs(work->program, op, &cursor.chunk, split_result_at(work, &cursor, 0), cursor.num_splits, head_result_floats(&cursor));
     }
 }
 
-/* Compute chunks. Pieces are numbered by head, then by chunk, so that a thread gets the same heads in each operation. */
-static void run_chunks(const Work *work, const AttentionOperation *op, int chunks) {
-    const int total = chunks * op->kv_heads;
+/* Compute whole chunks. Pieces are numbered by head, then by chunk, so that a thread gets the same heads in each operation. */
+static void compute_chunks(const Work *work, const AttentionOperation *op, int num_chunks) {
+    const int total = num_chunks * op->kv_heads;
     ChunkCursor cursor = first_chunk(work->pass, op);
     int at = 0;
     PieceQueue queue = {0};
     for (int piece; (piece = claim_next_piece(work, 1, total, &queue)) < total;) {
-        if (at > piece % chunks) cursor = first_chunk(work->pass, op), at = 0;
-        for (; at < piece % chunks; at++) next_chunk(&cursor);
-        cursor.chunk.kv_head = piece / chunks;
+        if (at > piece % num_chunks) cursor = first_chunk(work->pass, op), at = 0;
+        for (; at < piece % num_chunks; at++) next_chunk(&cursor);
+        cursor.chunk.kv_head = piece / num_chunks;
         attend_chunk(work->program, work->pass, op, &cursor.chunk, work->program->scratch[work->thread]);
     }
 }
@@ -91,18 +90,19 @@ void run_attention(const Work *work, const Operation *operation) {
         barrier();
     }
     if (op->q < 0) return;
-    const int enough = PIECES_PER_THREAD * work->program->num_threads;
-    int chunks = 0, most = 0, splits = 0;
+    const int min_pieces = MIN_PIECES_PER_THREAD * work->program->num_threads;
+    int num_chunks = 0, max_splits = 0, splits = 0;
     ChunkCursor cursor = first_chunk(work->pass, op);
-    for (; cursor.range < work->pass->num_ranges; next_chunk(&cursor)) {
-        chunks++;
-        most = cursor.splits > most ? cursor.splits : most;
-        splits += cursor.splits;
+    for (; cursor.range_index < work->pass->num_ranges; next_chunk(&cursor)) {
+        num_chunks++;
+        max_splits = cursor.num_splits > max_splits ? cursor.num_splits : max_splits;
+        splits += cursor.num_splits;
     }
-    if (chunks * op->kv_heads < enough && most > 1 && cursor.offset <= (size_t)work->program->split_results_floats) {
-        int run = splits * op->kv_heads / enough, num_split_runs = 0;
-        run = run < 1 ? 1 : run > MAX_RUN ? MAX_RUN : run;
-        for (cursor = first_chunk(work->pass, op); cursor.range < work->pass->num_ranges; next_chunk(&cursor)) num_split_runs += ceil_div(cursor.splits, run);
-        run_splits(work, op, run, num_split_runs, chunks);
-    } else run_chunks(work, op, chunks);
+    if (num_chunks * op->kv_heads < min_pieces && max_splits > 1 && cursor.offset <= (size_t)work->program->split_results_floats) {
+        int splits_per_run = splits * op->kv_heads / min_pieces, num_runs = 0;
+        splits_per_run = splits_per_run < 1 ? 1 : splits_per_run > MAX_RUN_SPLITS ? MAX_RUN_SPLITS : splits_per_run;
+        for (cursor = first_chunk(work->pass, op); cursor.range_index < work->pass->num_ranges; next_chunk(&cursor))
+            num_runs += ceil_div(cursor.num_splits, splits_per_run);
+        compute_split_runs(work, op, splits_per_run, num_runs, num_chunks);
+    } else compute_chunks(work, op, num_chunks);
 }

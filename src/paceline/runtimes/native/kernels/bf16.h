@@ -1,6 +1,6 @@
-/* Dot products of bfloat16: in each of 16 lanes, two products are added to a sum. The result has the same bits on all processors, those of the
+/* Dot products of bfloat16: in each of 16 lanes, two products are added to a sum. The result has the same bits on all processors, as from the
  * instruction vdpbf16ps: it adds the second value's product, rounds, adds the first value's product, and rounds again. Only denormal float32
- * numbers differ, which the instruction treats as zero. */
+ * numbers differ: the instruction treats them as zero. */
 #ifndef PACELINE_BF16_H
 #define PACELINE_BF16_H
 
@@ -10,26 +10,26 @@
 #include <immintrin.h>
 #endif
 
-#define BF16_STEP (2 * LANES) /* columns of a vector of pairs */
+#define BF16_STEP (2 * LANES) /* columns of a row that one bf16s vector holds: a pair in each lane */
 
 #ifdef __AVX512BF16__
 typedef words bf16s; /* the first value of each lane is in the low half */
 
 INLINE bf16s join_bf16(floats first, floats second) { return (words)first >> 16 | (words)second; }
-INLINE bf16s bf16_of(words stored) { return stored; }
+INLINE bf16s unpack_bf16(words stored) { return stored; }
 INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
 #else
 typedef struct {
     floats first, second;
 } bf16s;
 
-/* Make pairs of numbers that bfloat16 holds exactly. */
+/* Pair numbers that are already rounded to bfloat16. */
 INLINE bf16s join_bf16(floats first, floats second) { return (bf16s){first, second}; }
 
-/* Convert 32 stored bfloat16 numbers. */
-INLINE bf16s bf16_of(words stored) { return (bf16s){(floats)(stored << 16), (floats)(stored & 0xFFFF0000u)}; }
+/* Unpack 32 bfloat16 numbers: a pair in each 32-bit word, the first one in the low half. */
+INLINE bf16s unpack_bf16(words stored) { return (bf16s){(floats)(stored << 16), (floats)(stored & 0xFFFF0000u)}; }
 
-INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return fused(w.first, x.first, fused(w.second, x.second, sum)); }
+INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return fmadd(w.first, x.first, fmadd(w.second, x.second, sum)); }
 #endif
 
 INLINE bf16s load_bf16(const float *from) {
@@ -38,7 +38,7 @@ INLINE bf16s load_bf16(const float *from) {
     return v;
 }
 
-/* Number of floats that BF16_STEP packed columns occupy. */
+/* Floats of memory for BF16_STEP packed columns. */
 #define BF16_STEP_FLOATS (sizeof(bf16s) / sizeof(float))
 
 /* Round to the nearest bfloat16, ties to even. */

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-/* Return the bits of |x|, which as integers are in the order of |x|; NaN is larger than infinity. */
+/* Return the bits of |x|. Compared as integers they are ordered as |x|, and NaN is larger than infinity. */
 INLINE words magnitude_bits(floats x) { return (words)x & 0x7FFFFFFFu; }
 
 /* Return the maximum of `count` numbers; NaN if any is NaN. */

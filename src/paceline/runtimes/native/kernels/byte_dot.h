@@ -1,11 +1,11 @@
 /* Dot products of bytes: in each of 16 lanes, the products of four unsigned weight codes with four signed codes of a row of x (a quad) are added to
  * an integer sum. Sums are exact, so all instruction sets give the same result.
  *
- * HAS_DOT: x86 VNNI and Arm's dot product add a quad with one instruction, NEON without it with six. Arm takes signed weights, so DOT_SHIFT is
- * subtracted from 8-bit codes, and the sums start at a value that corrects this. Otherwise even and odd bytes are multiplied as 16-bit numbers.
+ * HAS_DOT: one instruction multiplies and adds a quad (x86 VNNI, Arm dot product); on NEON without it, six do. Arm takes signed weights, so DOT_SHIFT
+ * is subtracted from 8-bit codes, and the sums start at a value that corrects this. Otherwise even and odd bytes are multiplied as 16-bit words.
  * HAS_PAIRS: without HAS_DOT, codes of at most six bits are multiplied with the instruction maddubs, whose 16-bit sums are widened after several
  * quads.
- * HAS_SIGNS: on AVX2, values of a table are multiplied with maddubs as |w| times sign(w) * x, so that the sums fit in 16 bits. */
+ * HAS_SIGNS: on AVX2, table values w are multiplied with maddubs as |w| times sign(w) * x, so that the sums fit in 16 bits. */
 #ifndef PACELINE_BYTE_DOT_H
 #define PACELINE_BYTE_DOT_H
 
@@ -30,7 +30,7 @@
 #else
 #define HAS_SIGNS 0
 #endif
-/* Words of a packed quad of x: for 8-bit codes (DOT_WORDS), for codes of at most 6 bits, and for values of a table. */
+/* 32-bit words of a packed quad of x: for 8-bit codes (DOT_WORDS), for codes of at most 6 bits, and for values of a table. */
 #define DOT_WORDS (HAS_DOT ? 1 : 2)
 #define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS)
 #define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)
@@ -38,7 +38,7 @@
 
 typedef int16_t shorts __attribute__((vector_size(64)));
 
-/* A vector and the registers that hold it. */
+/* A 512-bit vector and the registers that it is divided into. */
 typedef union {
     words all;
 #if defined(__AVX512BW__)
@@ -52,7 +52,7 @@ typedef union {
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Store four quads of codes in [-127, 127], `step` words apart. num_words = 1: one word each; 2: a word of the even codes, one of the odd ones. */
+/* Store four quads of codes in [-127, 127], `step` words apart, in one word each, or in two: first the even codes, then the odd codes. */
 INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     if (num_words == 1) {
         const signed_bytes quads = __builtin_convertvector(codes, signed_bytes);
@@ -66,32 +66,32 @@ INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
 }
 
 /* Replace each byte, an index below 16, by that byte of a table. */
-INLINE words look_up(words indices, bytes table) {
+INLINE words look_up_bytes(words indices, bytes table) {
 #if defined(__AVX512BW__)
     return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)indices);
 #elif defined(__AVX2__)
-    vector_parts found = {indices};
-    for (int i = 0; i < 2; i++) found.part[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), found.part[i]);
-    return found.all;
+    vector_parts values = {indices};
+    for (int i = 0; i < 2; i++) values.part[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), values.part[i]);
+    return values.all;
 #else
-    vector_parts found = {indices};
-    for (int i = 0; i < 4; i++) found.part[i] = vqtbl1q_u8((uint8x16_t)table, found.part[i]);
-    return found.all;
+    vector_parts values = {indices};
+    for (int i = 0; i < 4; i++) values.part[i] = vqtbl1q_u8((uint8x16_t)table, values.part[i]);
+    return values.all;
 #endif
 }
 
-/* Return the low (part = 0) or the high four bits of each byte. */
-INLINE words half_bytes(words codes, const int part) {
+/* Return the low or the high four bits of each byte. */
+INLINE words select_nibbles(words codes, const int is_high) {
     typedef uint8_t all_bytes __attribute__((vector_size(64)));
-    return part ? (words)((all_bytes)codes >> 4) : codes & 0x0F0F0F0Fu;
+    return is_high ? (words)((all_bytes)codes >> 4) : codes & 0x0F0F0F0Fu;
 }
 
-/* Weight codes in the form that products need, prepared once for all rows: one vector, or one of the even and one of the odd codes. */
+/* Weight codes prepared for dot_bytes, once for all rows: with HAS_DOT as they are, otherwise split into even and odd codes. */
 typedef struct {
     words part[DOT_WORDS];
 } weight_codes;
 
-INLINE weight_codes split_codes(words codes, const uint32_t shift) {
+INLINE weight_codes to_weight_codes(words codes, const uint32_t shift) {
     codes ^= shift * 0x01010101u;
 #if DOT_WORDS == 1
     return (weight_codes){{codes}};
@@ -100,16 +100,15 @@ INLINE weight_codes split_codes(words codes, const uint32_t shift) {
 #endif
 }
 
-/* A table of values: unsigned, or with HAS_SIGNS their magnitudes and signs after TABLE_SHIFT was subtracted. The sign of a weight is applied to
- * the codes q of a row by the instruction psignb (SIGN_BY_PSIGN), or, with more throughput, by xor (SIGN_BY_XOR). But xor gives -q - 1 instead of
- * -q. The products differ by the sum of the negative values (add_negative_values), which is computed once for all rows: worthwhile for many
- * rows. */
+/* A table of weight values: unsigned, or with HAS_SIGNS magnitudes and signs, after TABLE_SHIFT was subtracted. The sign of a weight is applied to
+ * the codes q of a row by the instruction psignb (SIGN_BY_PSIGN) or, with higher throughput, by xor (SIGN_BY_XOR). But xor gives -q - 1 instead of
+ * -q; add_negative_values computes the correction, once for all rows. So xor is faster only for many rows. */
 enum { SIGN_BY_PSIGN, SIGN_BY_XOR };
 typedef struct {
     bytes part[2];
 } code_table;
 
-INLINE code_table split_table(bytes values, const int sign_method) {
+INLINE code_table to_code_table(bytes values, const int sign_method) {
 #if HAS_SIGNS
     const signed_bytes lowered = (signed_bytes)(values ^ 0x80), negative = lowered < 0;
     return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(sign_method == SIGN_BY_XOR ? negative : lowered)}};
@@ -125,9 +124,9 @@ typedef struct {
 
 INLINE table_values look_up_values(words codes, code_table table) {
 #if HAS_SIGNS
-    return (table_values){{look_up(codes, table.part[0]), look_up(codes, table.part[1])}};
+    return (table_values){{look_up_bytes(codes, table.part[0]), look_up_bytes(codes, table.part[1])}};
 #else
-    const weight_codes w = split_codes(look_up(codes, table.part[0]), DOT_SHIFT);
+    const weight_codes w = to_weight_codes(look_up_bytes(codes, table.part[0]), DOT_SHIFT);
     table_values values;
     memcpy(&values, &w, sizeof w);
     return values;
@@ -135,14 +134,14 @@ INLINE table_values look_up_values(words codes, code_table table) {
 }
 
 #if DOT_WORDS == 2
-/* Multiply 16-bit numbers and add the two products of each lane. */
+/* Multiply signed 16-bit numbers and add the two products of each lane. */
 INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
     return (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
     vector_parts products = {w};
-    const vector_parts with = {(words)x};
-    for (int i = 0; i < 2; i++) products.part[i] = _mm256_madd_epi16(products.part[i], with.part[i]);
+    const vector_parts factors = {(words)x};
+    for (int i = 0; i < 2; i++) products.part[i] = _mm256_madd_epi16(products.part[i], factors.part[i]);
     return (ints)products.all;
 #endif
 }
@@ -162,7 +161,7 @@ typedef vector_parts pair_sums; /* 16-bit sums, two in a lane */
 
 /* Multiply codes of at most 6 bits with a packed quad and add pairs of products (at most 2 * 63 * 127) to 16-bit sums. The empty asm keeps
  * compilers from reordering the additions, which would need more registers. */
-INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is_first) {
+INLINE void add_pair_products(pair_sums *sums, words codes, int32_t packed, const int is_first) {
     vector_parts w = {codes};
     for (size_t i = 0; i < sizeof w / sizeof *w.part; i++) {
         w.part[i] = MULTIPLY_PAIRS(w.part[i], BROADCAST_QUAD(packed));
@@ -171,7 +170,7 @@ INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is
     }
 }
 
-INLINE ints widen_pairs(const pair_sums *sums) { return multiply_shorts(sums->all, broadcast_int(0x00010001)); }
+INLINE ints widen_pair_sums(const pair_sums *sums) { return multiply_shorts(sums->all, broadcast_int(0x00010001)); }
 #endif
 
 #ifdef __ARM_NEON
@@ -211,15 +210,15 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 }
 
 /* Return sum + products of table values with one packed quad. */
-INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int sign_method) {
+INLINE ints dot_table_values(table_values w, const int32_t *packed, ints sum, const int sign_method) {
 #if HAS_SIGNS
     vector_parts sums = {(words)sum};
-    const vector_parts size = {w.part[0]}, sign = {w.part[1]};
+    const vector_parts magnitude = {w.part[0]}, sign = {w.part[1]};
     const __m256i x = _mm256_set1_epi32(packed[0]);
     for (int i = 0; i < 2; i++) {
         const __m256i signed_x = sign_method == SIGN_BY_XOR ? _mm256_xor_si256(x, sign.part[i]) : _mm256_sign_epi8(x, sign.part[i]);
-        sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size.part[i], signed_x), _mm256_set1_epi16(1)));
-        __asm__("" : "+x"(sums.part[i])); /* for the reason given in add_pairs */
+        sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude.part[i], signed_x), _mm256_set1_epi16(1)));
+        __asm__("" : "+x"(sums.part[i])); /* as in add_pair_products, against reordering */
     }
     return (ints)sums.all;
 #else
@@ -230,13 +229,13 @@ INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const in
 #endif
 }
 
-/* The sum of the negative weights, by which sums of SIGN_BY_XOR products exceed the correct ones. 16 bits hold the sums of 256 values. */
+/* Sum of the negative weights, by which SIGN_BY_XOR products are too large. 16 bits hold the sum of 256 weights. */
 typedef vector_parts negative_sums;
 
 INLINE void add_negative_values(negative_sums *sums, table_values w) {
 #if HAS_SIGNS
-    const vector_parts size = {w.part[0]}, sign = {w.part[1]};
-    for (int i = 0; i < 2; i++) sums->part[i] = ADD_PAIRS(sums->part[i], MULTIPLY_PAIRS(size.part[i], sign.part[i]));
+    const vector_parts magnitude = {w.part[0]}, sign = {w.part[1]};
+    for (int i = 0; i < 2; i++) sums->part[i] = ADD_PAIRS(sums->part[i], MULTIPLY_PAIRS(magnitude.part[i], sign.part[i]));
 #else
     (void)sums, (void)w;
 #endif
@@ -244,7 +243,7 @@ INLINE void add_negative_values(negative_sums *sums, table_values w) {
 
 INLINE ints negative_total(const negative_sums *sums) {
 #if HAS_SIGNS
-    return widen_pairs(sums);
+    return widen_pair_sums(sums);
 #else
     (void)sums;
     return broadcast_int(0);

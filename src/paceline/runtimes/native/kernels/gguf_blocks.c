@@ -1,23 +1,22 @@
-/* Repack GGUF blocks as panels when a model is loaded. 16 rows at a time are unpacked, as models/gguf/blocks.py does, into memory small enough for
- * a cache. Then panels.c or super_blocks.c fills a panel with them. */
+/* Repack GGUF blocks as panels when a model is loaded. 16 rows at a time are unpacked into memory small enough for a cache, with the same results
+ * as models/gguf/blocks.py. Then panels.c or super_blocks.c fills a panel with them. */
 #include <math.h>
 #include <stdlib.h>
 
 #include "panels.h"
-#include "vectors.h"
 
 #define RUN_COLUMNS 32 /* columns of a run: consecutive columns whose codes GGUF stores together */
 #define MAX_FACTORS (SUPER_BLOCK / 16)
 
-/* Type numbers of GGUF. */
+/* GGUF's numbers of tensor types (ggml_type). */
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39 };
 
-typedef uint32_t run_codes __attribute__((vector_size(RUN_COLUMNS))); /* a byte for each code, four in a word */
+typedef uint32_t run_codes __attribute__((vector_size(RUN_COLUMNS))); /* a code in each byte, accessed as words of four codes */
 typedef uint8_t run_bytes __attribute__((vector_size(RUN_COLUMNS)));
 typedef uint32_t half_run __attribute__((vector_size(RUN_COLUMNS / 2)));
 
-/* Unpacked rows, as paceline_fill_panels or paceline_fill_super_blocks reads them. Codes have 4 or 8 bits. Blocks of 32 columns have float scales
- * and minimums, super-blocks have float16 scales and integer factors. Formats without minimums do not write them. */
+/* Unpacked rows, in the form that paceline_fill_panels or paceline_fill_super_blocks reads. Codes have 4 or 8 bits. Blocks of 32 columns have float
+ * scales and minimums; super-blocks have float16 scales and integer factors. Formats without minimums leave these arrays unset. */
 typedef struct {
     uint8_t *codes;
     float *scales, *minimums;
@@ -26,10 +25,10 @@ typedef struct {
 } UnpackedRows;
 
 typedef struct {
-    int32_t type, columns, bytes; /* type number; columns and bytes of a block */
+    int32_t type, columns, bytes; /* ggml_type; columns and bytes of a block */
     int32_t code_bits, group, has_minimum;
-    void (*unpack)(const uint8_t *from, const UnpackedRows *to); /* unpacks a block */
-} Format;
+    void (*unpack)(const uint8_t *from, const UnpackedRows *to); /* unpacks one block */
+} GgufFormat;
 
 static run_codes load_run(const uint8_t *from) {
     run_codes codes;
@@ -46,7 +45,7 @@ static half_run load_half_run(const uint8_t *from) {
 /* Move bits [at, at + count) of each byte to bit `to`. A macro, because it is used with two vector types. */
 #define MOVE_BITS(codes, at, count, to) (((codes) >> (at) & ((1u << (count)) - 1) * 0x01010101u) << (to))
 
-/* Join 32 codes of 5 bits: the low four bits are the nibbles of 16 bytes; a multiplication spreads the fifth bits of a word over bytes. */
+/* Join 32 codes of 5 bits: the low four bits are the nibbles of 16 bytes; a multiplication spreads four fifth bits over four bytes. */
 static void join_5_bits(const uint8_t *low, uint32_t fifth_bits, uint8_t offset, uint8_t *to) {
     const run_codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
     const run_codes spread = ((((run_codes){0} + fifth_bits) >> shifts & 15) * 0x00204081u & 0x01010101u) << 4;
@@ -57,27 +56,27 @@ static void join_5_bits(const uint8_t *low, uint32_t fifth_bits, uint8_t offset,
 }
 
 static void unpack_q4_0(const uint8_t *from, const UnpackedRows *to) {
-    *to->scales = load_half(from);
+    *to->scales = load_one_float16(from);
     memcpy(to->codes, from + 2, 16);
 }
 
 static void unpack_q4_1(const uint8_t *from, const UnpackedRows *to) {
-    *to->scales = load_half(from), *to->minimums = load_half(from + 2);
+    *to->scales = load_one_float16(from), *to->minimums = load_one_float16(from + 2);
     memcpy(to->codes, from + 4, 16);
 }
 
 static void unpack_q5_0(const uint8_t *from, const UnpackedRows *to) {
-    *to->scales = load_half(from);
+    *to->scales = load_one_float16(from);
     join_5_bits(from + 6, load_word(from + 2), 16, to->codes);
 }
 
 static void unpack_q5_1(const uint8_t *from, const UnpackedRows *to) {
-    *to->scales = load_half(from), *to->minimums = load_half(from + 2);
+    *to->scales = load_one_float16(from), *to->minimums = load_one_float16(from + 2);
     join_5_bits(from + 8, load_word(from + 4), 0, to->codes);
 }
 
 static void unpack_q8_0(const uint8_t *from, const UnpackedRows *to) {
-    *to->scales = load_half(from);
+    *to->scales = load_one_float16(from);
     memcpy(to->codes, from + 2, RUN_COLUMNS);
 }
 
@@ -88,8 +87,8 @@ static void unpack_mxfp4(const uint8_t *from, const UnpackedRows *to) {
     memcpy(to->codes, from + 1, 16);
 }
 
-/* Unpack run `run` of codes of 2 or 3 bits. 32 bytes hold the low bits of four runs; `third_bits` holds those of eight runs, NULL = 2-bit codes. */
-static void join_3_bits(const uint8_t *low, const uint8_t *third_bits, int run, uint8_t *to) {
+/* Unpack a run of codes of 2 or 3 bits. 32 bytes hold the low bits of four runs; third_bits: those of eight runs, NULL = 2-bit codes. */
+static void join_2_or_3_bits(const uint8_t *low, const uint8_t *third_bits, int run, uint8_t *to) {
     run_codes codes = MOVE_BITS(load_run(low + run / 4 * RUN_COLUMNS), run % 4 * 2, 2, 0);
     if (third_bits) codes |= MOVE_BITS(load_run(third_bits), run, 1, 2);
     const half_run halves = SHUFFLE(codes, codes, 0, 1, 2, 3) | SHUFFLE(codes, codes, 4, 5, 6, 7) << 4;
@@ -99,14 +98,14 @@ static void join_3_bits(const uint8_t *low, const uint8_t *third_bits, int run, 
 static void unpack_q2_k(const uint8_t *from, const UnpackedRows *to) {
     memcpy(to->float16_scales, from + 80, 2), memcpy(to->float16_minimums, from + 82, 2);
     for (int i = 0; i < 16; i++) to->factors[i] = from[i] & 15, to->minimum_factors[i] = from[i] >> 4;
-    for (int run = 0; run < 8; run++) join_3_bits(from + 16, NULL, run, to->codes + 16 * run);
+    for (int run = 0; run < 8; run++) join_2_or_3_bits(from + 16, NULL, run, to->codes + 16 * run);
 }
 
 static void unpack_q3_k(const uint8_t *from, const UnpackedRows *to) {
     const uint8_t *low = from + 96, *high = from + 104;
     memcpy(to->float16_scales, from + 108, 2);
     for (int i = 0; i < 16; i++) to->factors[i] = (uint8_t)(((low[i % 8] >> i / 8 * 4 & 15) | (high[i % 4] >> i / 4 * 2 & 3) << 4) - 32);
-    for (int run = 0; run < 8; run++) join_3_bits(from + 32, from, run, to->codes + 16 * run);
+    for (int run = 0; run < 8; run++) join_2_or_3_bits(from + 32, from, run, to->codes + 16 * run);
 }
 
 static void unpack_6_bit_factors(const uint8_t *from, const UnpackedRows *to) {
@@ -123,8 +122,8 @@ static void unpack_6_bit_factors(const uint8_t *from, const UnpackedRows *to) {
 static void unpack_q4_k(const uint8_t *from, const UnpackedRows *to) {
     unpack_6_bit_factors(from, to);
     for (int pair = 0; pair < 4; pair++) {
-        const half_run front = load_half_run(from + 16 + RUN_COLUMNS * pair), back = load_half_run(from + 32 + RUN_COLUMNS * pair);
-        const half_run runs[2] = {MOVE_BITS(front, 0, 4, 0) | MOVE_BITS(back, 0, 4, 4), MOVE_BITS(front, 4, 4, 0) | MOVE_BITS(back, 4, 4, 4)};
+        const half_run first = load_half_run(from + 16 + RUN_COLUMNS * pair), second = load_half_run(from + 32 + RUN_COLUMNS * pair);
+        const half_run runs[2] = {MOVE_BITS(first, 0, 4, 0) | MOVE_BITS(second, 0, 4, 4), MOVE_BITS(first, 4, 4, 0) | MOVE_BITS(second, 4, 4, 4)};
         memcpy(to->codes + RUN_COLUMNS * pair, runs, sizeof runs);
     }
 }
@@ -155,7 +154,7 @@ static void unpack_iq4_xs(const uint8_t *from, const UnpackedRows *to) {
     memcpy(to->codes, from + 8, SUPER_BLOCK / 2);
 }
 
-static const Format FORMATS[] = {
+static const GgufFormat FORMATS[] = {
     {Q4_0, RUN_COLUMNS, 18, 4, 32, 0, unpack_q4_0},          {Q4_1, RUN_COLUMNS, 20, 4, 32, 1, unpack_q4_1},
     {Q5_0, RUN_COLUMNS, 22, 8, 32, 0, unpack_q5_0},          {Q5_1, RUN_COLUMNS, 24, 8, 32, 1, unpack_q5_1},
     {Q8_0, RUN_COLUMNS, 34, 8, 32, 0, unpack_q8_0},          {IQ4_NL, RUN_COLUMNS, 18, 4, 32, 0, unpack_q4_0},
@@ -165,16 +164,16 @@ static const Format FORMATS[] = {
     {IQ4_XS, SUPER_BLOCK, 136, 4, 32, 0, unpack_iq4_xs},
 };
 
-static size_t num_groups(const Format *format, size_t columns) { return columns / (size_t)format->group; }
+static size_t num_groups(const GgufFormat *format, size_t columns) { return columns / (size_t)format->group; }
 
-/* Return pointers to row `row`, which has `columns` columns, from column `column` on, the first of a block of `block` columns. */
-static UnpackedRows unpacked_rows_at(const UnpackedRows *from, const Format *format, size_t row, size_t columns, size_t column, size_t block) {
+/* Return pointers to one row of `from`, starting at `column`, which begins a block. columns: of a row; block: columns of a block. */
+static UnpackedRows unpacked_rows_at(const UnpackedRows *from, const GgufFormat *format, size_t row, size_t columns, size_t column, size_t block) {
     const size_t at = row * columns + column, groups = num_groups(format, at), blocks = at / block;
     return (UnpackedRows){from->codes + at * (size_t)format->code_bits / 8, from->scales + groups, from->minimums + groups, from->float16_scales + blocks,
                     from->float16_minimums + blocks, from->factors + groups, from->minimum_factors + groups};
 }
 
-/* Allocate memory for rows with `columns` columns in total; return it, or NULL = out of memory. The caller frees it. */
+/* Allocate memory for `columns` columns, summed over all rows; return it, or NULL = out of memory. The caller frees it. */
 static void *allocate_rows(size_t columns, UnpackedRows *to) {
     const size_t groups = columns / 16, blocks = columns / RUN_COLUMNS;
     uint8_t *const memory = malloc(columns + groups * (2 * sizeof(float) + 2) + blocks * 2 * sizeof(uint16_t));
@@ -187,7 +186,7 @@ static void *allocate_rows(size_t columns, UnpackedRows *to) {
 }
 
 /* Copy an unpacked row with its runs in the order of run_positions. If scale_columns is 0, compute the float scale of each group. */
-static void reorder_runs(const GgufBlocks *from, const Format *format, const UnpackedRows *stored, const UnpackedRows *to) {
+static void reorder_runs(const GgufBlocks *from, const GgufFormat *format, const UnpackedRows *stored, const UnpackedRows *to) {
     const int has_float_scales = format->columns == RUN_COLUMNS, run_groups = RUN_COLUMNS / format->group;
     for (int run = 0; run < from->columns / RUN_COLUMNS; run++) {
         const size_t column = (size_t)(from->run_positions ? from->run_positions[run] : run) * RUN_COLUMNS;
@@ -201,38 +200,39 @@ static void reorder_runs(const GgufBlocks *from, const Format *format, const Unp
                 continue;
             }
             const float factor = format->has_minimum ? (float)source.factors[g] : (float)(int8_t)source.factors[g];
-            target.scales[g] = has_float_scales ? source.scales[g] : load_half((const uint8_t *)source.float16_scales) * factor;
+            target.scales[g] = has_float_scales ? source.scales[g] : load_one_float16((const uint8_t *)source.float16_scales) * factor;
             if (format->has_minimum)
-                target.minimums[g] = has_float_scales ? source.minimums[g] : -(load_half((const uint8_t *)source.float16_minimums) * (float)source.minimum_factors[g]);
+                target.minimums[g] = has_float_scales ? source.minimums[g]
+                                                      : -(load_one_float16((const uint8_t *)source.float16_minimums) * (float)source.minimum_factors[g]);
         }
     }
 }
 
-static int has_finite_scales(const UnpackedRows *row, const Format *format, int columns) {
-    int found = 1;
+static int has_finite_scales(const UnpackedRows *row, const GgufFormat *format, int columns) {
+    int is_finite = 1;
     for (int i = 0; i < columns / format->columns; i++) {
         if (format->columns == RUN_COLUMNS)
-            found &= isfinite(row->scales[i]) && (!format->has_minimum || isfinite(row->minimums[i]));
+            is_finite &= isfinite(row->scales[i]) && (!format->has_minimum || isfinite(row->minimums[i]));
         else
-            found &= (row->float16_scales[i] & 0x7C00) != 0x7C00 && (!format->has_minimum || (row->float16_minimums[i] & 0x7C00) != 0x7C00);
+            is_finite &= (row->float16_scales[i] & 0x7C00) != 0x7C00 && (!format->has_minimum || (row->float16_minimums[i] & 0x7C00) != 0x7C00);
     }
-    return found;
+    return is_finite;
 }
 
-/* Unpack a row; return whether its scales are finite. scratch: memory for another row. */
-static int unpack_row(const GgufBlocks *from, const Format *format, const uint8_t *stored, const UnpackedRows *scratch, const UnpackedRows *to) {
+/* Unpack a row; return whether its scales are finite. scratch: memory for another row, used if runs are reordered. */
+static int unpack_row(const GgufBlocks *from, const GgufFormat *format, const uint8_t *stored, const UnpackedRows *scratch, const UnpackedRows *to) {
     const int is_direct = !from->run_positions && (from->scale_columns == SUPER_BLOCK || format->columns == RUN_COLUMNS);
     const UnpackedRows *const first = is_direct ? to : scratch;
     for (int column = 0; column < from->columns; column += format->columns, stored += format->bytes) {
         const UnpackedRows block = unpacked_rows_at(first, format, 0, 0, (size_t)column, (size_t)format->columns);
         format->unpack(stored, &block);
     }
-    const int found = has_finite_scales(first, format, from->columns);
+    const int is_finite = has_finite_scales(first, format, from->columns);
     if (!is_direct) reorder_runs(from, format, scratch, to);
-    return found;
+    return is_finite;
 }
 
-static void fill_panels(const GgufBlocks *from, const Format *format, const UnpackedRows *rows, int count, uint8_t *to) {
+static void fill_panels(const GgufBlocks *from, const GgufFormat *format, const UnpackedRows *rows, int count, uint8_t *to) {
     const int64_t row_bytes = from->columns * format->code_bits / 8;
     if (from->scale_columns) {
         const SuperBlocks matrix = {from->kind, count, from->columns, from->scale_columns, from->zero_point, row_bytes, rows->codes,
@@ -246,9 +246,9 @@ static void fill_panels(const GgufBlocks *from, const Format *format, const Unpa
     paceline_fill_panels(&matrix, from->kind, from->sign_mask, 0, 1, to);
 }
 
-/* Fill panels [begin, end). Return -1; or the first output with a scale that is not finite; or -2 = out of memory; or -3 = unknown type. */
+/* Fill panels [begin, end). Return -1 = success, the index of an output with a scale that is not finite, -2 = no memory, -3 = unknown type. */
 int32_t paceline_pack_gguf_blocks(const GgufBlocks *from, int32_t begin, int32_t end, int64_t panel_bytes, uint8_t *to) {
-    const Format *format = FORMATS, *const after = FORMATS + sizeof FORMATS / sizeof *FORMATS;
+    const GgufFormat *format = FORMATS, *const after = FORMATS + sizeof FORMATS / sizeof *FORMATS;
     while (format < after && format->type != from->type) format++;
     if (format == after) return -3;
     const size_t columns = (size_t)from->columns, block = from->scale_columns ? (size_t)from->scale_columns : RUN_COLUMNS;

@@ -1,4 +1,4 @@
-/* Shared by the matrix products with row-major weights (linear.c, few_registers.c, low_rank.c): loading weights, storing the sums of a tile. */
+/* Functions shared by the matrix products with row-major weights (linear.c, few_registers.c, low_rank.c). */
 #ifndef PACELINE_LINEAR_H
 #define PACELINE_LINEAR_H
 
@@ -24,14 +24,14 @@ INLINE words load_bf16_codes(const uint8_t *codes, int count) {
     return bits;
 }
 
-/* Store the results of outputs [first, first + outputs): the sum of the lanes of sums [outputs][rows], plus the bias. Only `real_rows` rows are
- * stored, the others are padding. */
+/* Store the results of outputs [first, first + outputs) for rows before real_rows (the others are padding): lane sums of sums [outputs][rows], plus
+ * the bias. */
 INLINE void store_lane_sums(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
     float totals[MAX_TILE_OUTPUTS * MAX_ROWS];
     _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {
-        floats some[LANES];
-        _Pragma("unroll") for (int i = 0; i < LANES; i++) some[i] = from + i < outputs * rows ? sums[from + i] : broadcast(0.0f);
-        store(totals + from, lane_sums(some));
+        floats padded[LANES];
+        _Pragma("unroll") for (int i = 0; i < LANES; i++) padded[i] = from + i < outputs * rows ? sums[from + i] : broadcast(0.0f);
+        store(totals + from, lane_sums(padded));
     }
     for (int row = 0; row < real_rows; row++)
         _Pragma("unroll") for (int n = 0; n < outputs; n++) {
@@ -41,7 +41,7 @@ INLINE void store_lane_sums(const Matrix *matrix, int first, const floats *sums,
 }
 
 #ifdef __AVX2__
-void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows); /* few_registers.c */
+void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows); /* in few_registers.c */
 #endif
 
 #endif

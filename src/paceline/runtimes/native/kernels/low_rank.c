@@ -1,43 +1,43 @@
 /* LoRA adapters: y += up (down x) for the rows of each adapter.
  *
- * down and up are read once in a pass, for all rows of the adapter, in panels of 8 (down) or 16 (up) outputs. An output of `down` is one sum in 16
- * lanes over ascending columns, an output of `up` a sum over ascending ranks, so a row's bits do not depend on other rows or adapters. Rows of x
- * are float32, even if the product itself rounds them. For experts, the pairs of an expert with the same adapter are consecutive (sort_pairs) and
- * are computed together. */
+ * `down` and `up` are read once in a pass, for all rows of the adapter, in panels of 8 (down) or 16 (up) outputs. An output of `down` is one sum in
+ * 16 lanes over ascending columns, an output of `up` a sum over ascending ranks, so a row's bits do not depend on other rows or adapters. Rows of x
+ * are float32, even if the product with the base weights rounds them. With experts, the pairs of an expert with the same adapter are consecutive
+ * (sort_pairs) and are computed together. */
 #include "linear.h"
 #include "work.h"
 
 #define DOWN_OUTPUTS 8 /* outputs of a panel of `down`, or of a replacement matrix: [columns / 16][8][16], padded with zeros */
-#define PREFETCH_DISTANCE 4096 /* bytes; the hardware prefetcher stops at page boundaries */
-#define CACHE_LINE 64
-#define SUMS 16 /* sums in registers: 8 outputs times two rows */
+#define PREFETCH_DISTANCE_BYTES 4096 /* the hardware prefetcher stops at page boundaries */
+#define CACHE_LINE_BYTES 64
+#define NUM_SUMS 16 /* sums that stay in registers: 8 outputs times two rows */
 #define EACH_INDEX(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
-/* Inputs and outputs of up to 8 rows; num_real of them are not padding. */
+/* Addresses of the inputs and outputs of up to 8 rows. Rows from num_real on are padding. */
 typedef struct {
     const float *x[8];
     float *to[8];
     int num_real;
 } RowBatch;
 
-/* Compute a panel of outputs of a matrix for `rows` rows. */
+/* Compute one panel of a `down` or replacement matrix for `rows` rows. */
 INLINE void compute_down_panel(const int kind, const Matrix *matrix, int panel, const RowBatch *batch, const int rows) {
     const int first = panel * DOWN_OUTPUTS, left = matrix->outputs - first, count = left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS;
     const uint8_t *codes = matrix->codes + (size_t)panel * (size_t)matrix->row_bytes;
-    floats sum[SUMS];
-    EACH_INDEX(i, SUMS) sum[i] = broadcast(0.0f);
+    floats sum[NUM_SUMS];
+    EACH_INDEX(i, NUM_SUMS) sum[i] = broadcast(0.0f);
     for (int column = 0; column < matrix->columns; column += LANES) {
         const int num_real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
         floats x[2];
         EACH_INDEX(row, rows) x[row] = load_part(batch->x[row] + column, num_real);
         EACH_INDEX(line, DOWN_OUTPUTS / (kind == F32 ? 1 : 2))
-            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + PREFETCH_DISTANCE + line * CACHE_LINE, 0, 2);
+            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + PREFETCH_DISTANCE_BYTES + line * CACHE_LINE_BYTES, 0, 2);
         EACH_INDEX(n, DOWN_OUTPUTS) {
             const floats w = load_weights(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
-            EACH_INDEX(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
+            EACH_INDEX(row, rows) sum[n * rows + row] = fmadd(w, x[row], sum[n * rows + row]);
         }
     }
-    float totals[SUMS];
+    float totals[NUM_SUMS];
     store(totals, lane_sums(sum));
     EACH_INDEX(row, rows)
         for (int n = 0; n < count; n++) batch->to[row][first + n] = totals[n * rows + row];
@@ -49,9 +49,9 @@ INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin,
         else compute_down_panel(kind, matrix, panel, batch, 2);
 }
 
-/* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: results are stored at the rows' indices; otherwise consecutively. */
+/* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: store results at the rows' indices, else consecutively. */
 static void run_down_panels(const Matrix *matrix, int begin, int end, const float *x, const int32_t *row_indices, int count, float *to, size_t width,
-                     int is_scattered) {
+                            int is_scattered) {
     for (int first = 0; first < count; first += 2) {
         RowBatch batch = {.num_real = count - first < 2 ? 1 : 2};
         for (int row = 0; row < batch.num_real; row++) {
@@ -73,7 +73,7 @@ INLINE void add_up_panel(const int kind, const AdapterProduct *product, int pane
     EACH_INDEX(row, rows) sum[row] = broadcast(0.0f);
     for (int r = 0; r < rank; r++) {
         const floats w = load_weights(kind, up, r * LANES, LANES);
-        EACH_INDEX(row, rows) sum[row] = fused(w, broadcast(batch->x[row][r]), sum[row]);
+        EACH_INDEX(row, rows) sum[row] = fmadd(w, broadcast(batch->x[row][r]), sum[row]);
     }
     for (int row = 0; row < batch->num_real; row++) {
         if (product->bias) sum[row] = sum[row] + load_part(product->bias + at, count);
@@ -91,12 +91,12 @@ INLINE void add_up_panels(const int kind, const AdapterProduct *product, int beg
 
 /* Add panels [begin, end) of a LoRA update to the outputs of `count` rows. */
 static void run_up_panels(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *row_indices,
-                     int count, float *y) {
+                          int count, float *y) {
     for (int first = 0; first < count; first += 8) {
         RowBatch batch = {.num_real = count - first < 8 ? count - first : 8};
         for (int row = 0; row < 8; row++) {
             const int place = first + (row < batch.num_real ? row : 0);
-            batch.x[row] = low_rank + (size_t)place * width + product->first;
+            batch.x[row] = low_rank + (size_t)place * width + product->first_rank;
             batch.to[row] = y + row_index(row_indices, place) * (size_t)outputs;
         }
         if (product->kind == F32) add_up_panels(F32, product, begin, end, outputs, &batch);
@@ -117,14 +117,14 @@ int has_adapters_for(const Pass *pass, const LinearOperation *op) {
     return 0;
 }
 
-/* Multiply results [begin, end) of `down` by the scalings of the rows (X-LoRA). */
-static void scale_rows(const PassAdapter *adapter, const int32_t *columns, int begin, int end, float *low_rank, size_t width) {
+/* Multiply results [begin, end) of `down` by the X-LoRA scalings of each row. */
+static void apply_xlora_scalings(const PassAdapter *adapter, const int32_t *columns, int begin, int end, float *low_rank, size_t width) {
     for (int row = 0; row < adapter->count[0]; row++)
         for (int rank = begin; rank < end; rank++)
             low_rank[(size_t)row * width + (size_t)rank] *= adapter->scalings[(size_t)row * (size_t)adapter->num_scalings + (size_t)columns[rank]];
 }
 
-/* Return the number of pieces of `run_down`: the panels of `down` of all adapters. */
+/* Return the number of pieces of work for `run_down_piece`: the panels of `down` of all adapters. */
 int num_down_pieces(const Work *work, const LinearOperation *op) {
     int pieces = 0;
     for (int number = 0; number < work->pass->num_adapters; number++) {
@@ -134,8 +134,8 @@ int num_down_pieces(const Work *work, const LinearOperation *op) {
     return pieces;
 }
 
-/* Compute a piece: a panel of the `down` of an adapter for all its rows. */
-void run_down(const Work *work, const LinearOperation *op, int piece) {
+/* Compute one piece: a panel of an adapter's `down`, for all rows of the adapter. */
+void run_down_piece(const Work *work, const LinearOperation *op, int piece) {
     const Pass *pass = work->pass;
     const int is_logits = op->common.rows == LOGITS_ROWS;
     const size_t width = (size_t)pass->low_rank_floats;
@@ -151,19 +151,19 @@ void run_down(const Work *work, const LinearOperation *op, int piece) {
     float *low_rank = pass->low_rank + (size_t)first * width;
     run_down_panels(site->down, piece, piece + 1, buffer(work, op->x), pass->adapter_rows + first, adapter->count[is_logits], low_rank, width, 0);
     if (site->scaling_columns && adapter->scalings && !is_logits)
-        scale_rows(adapter, site->scaling_columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
+        apply_xlora_scalings(adapter, site->scaling_columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
 }
 
-/* Prefetch the part of `up` for outputs [begin, end). */
+/* Prefetch the weights of `up` for outputs [begin, end). */
 static void prefetch_up(const AdapterProduct *product, int begin, int end) {
     if (!product->up) return;
     const size_t panel_bytes = (size_t)product->rank * LANES * (product->kind == F32 ? 4 : 2);
     const uint8_t *up = product->up + (size_t)(begin / LANES) * panel_bytes;
     const size_t bytes = (size_t)ceil_div(end - begin, LANES) * panel_bytes;
-    for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(up + at, 0, 2);
+    for (size_t at = 0; at < bytes; at += CACHE_LINE_BYTES) __builtin_prefetch(up + at, 0, 2);
 }
 
-/* Prefetch what `add_low_rank` will read for the same arguments. */
+/* Prefetch the weights that add_low_rank reads for the same arguments. */
 void prefetch_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end) {
     for (int number = 0; number < work->pass->num_adapters; number++) {
         const AdapterSite *site = adapter_site_of(work->pass->adapters + number, op);
@@ -171,7 +171,7 @@ void prefetch_low_rank(const Work *work, const LinearOperation *op, int matrix, 
     }
 }
 
-/* Apply the adapters of all rows to outputs [begin, end) of a matrix of the operation; begin is a multiple of 16. */
+/* Add the LoRA updates of all rows to outputs [begin, end) of a matrix of the operation; begin is a multiple of 16. */
 void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end) {
     const Pass *pass = work->pass;
     const int is_logits = op->common.rows == LOGITS_ROWS, outputs = op->matrices[matrix].outputs;
@@ -192,13 +192,13 @@ void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int b
     }
 }
 
-/* Pairs [first, first + count) of an expert whose rows have the same adapter, and what that adapter changes. */
+/* Pairs [first, first + count) of an expert whose rows have the same adapter, and the adapter's update of this expert. */
 typedef struct {
     const AdapterSite *site;
     int first, count;
 } AdapterPairs;
 
-/* Return the next pairs of an expert that an adapter changes, from `pair` on; count 0 = none. */
+/* Return the next pairs of an expert, from `pair` on, that an adapter changes; count 0 = none. */
 static AdapterPairs next_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int pair) {
     const int end = active->first + active->count;
     while (pair < end) {
@@ -210,8 +210,8 @@ static AdapterPairs next_pairs(const Pass *pass, const ExpertsOperation *op, con
     return (AdapterPairs){NULL, end, 0};
 }
 
-#define EACH_ADAPTER_PAIRS(pairs, active)                                                                 \
-    for (AdapterPairs pairs = next_pairs(pass, op, routes, active, (active)->first); pairs.count;        \
+#define EACH_ADAPTER_PAIRS(pairs, active)                                                         \
+    for (AdapterPairs pairs = next_pairs(pass, op, routes, active, (active)->first); pairs.count; \
          pairs = next_pairs(pass, op, routes, active, pairs.first + pairs.count))
 
 /* Return whether a pair has an adapter that changes its expert. */
@@ -224,8 +224,8 @@ int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Route
     return 0;
 }
 
-/* Compute `down` for the pairs of all experts. Tickets count the blocks of pack_pairs (`skipped`), then panels. ticket: the caller's first one. */
-void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int skipped) {
+/* Compute `down` for the pairs of all experts. Tickets count num_packed blocks of pack_expert_rows, then panels. ticket: drawn, but unused. */
+void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed) {
     const Pass *pass = work->pass;
     const size_t width = (size_t)pass->low_rank_floats;
     const float *x = buffer(work, op->x);
@@ -234,23 +234,24 @@ void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Route
             const Matrix *down = pairs.site->down;
             if (!down) continue;
             const int panels = ceil_div(down->outputs, DOWN_OUTPUTS);
-            for (; ticket - skipped < panels; ticket = next_ticket(work, 0))
-                run_down_panels(down, ticket - skipped, ticket - skipped + 1, op->of_pairs ? x + (size_t)pairs.first * (size_t)down->columns : x,
-                         op->of_pairs ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
-            skipped += panels;
+            for (; ticket - num_packed < panels; ticket = next_ticket(work, 0))
+                run_down_panels(down, ticket - num_packed, ticket - num_packed + 1, op->is_per_pair ? x + (size_t)pairs.first * (size_t)down->columns : x,
+                         op->is_per_pair ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
+            num_packed += panels;
         }
 }
 
-/* Prefetch what `add_to_pairs` will read for the same arguments. */
-void prefetch_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end) {
+/* Prefetch the weights that add_low_rank_to_pairs reads for the same arguments. */
+void prefetch_low_rank_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix,
+                                int begin, int end) {
     const Pass *pass = work->pass;
     EACH_ADAPTER_PAIRS(pairs, active) prefetch_up(pairs.site->products + matrix, begin, end);
 }
 
-/* Apply the adapters of the pairs of one expert to outputs [begin, end) of one of its matrices. */
-void add_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end) {
+/* Add the LoRA updates of the pairs of one expert to outputs [begin, end) of one of its matrices. */
+void add_low_rank_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end) {
     const Pass *pass = work->pass;
-    const Matrix *like = op->matrices + matrix * op->experts;
+    const Matrix *like = op->matrices + matrix * op->num_experts;
     const size_t width = (size_t)pass->low_rank_floats;
     EACH_ADAPTER_PAIRS(pairs, active) {
         const AdapterProduct *product = pairs.site->products + matrix;

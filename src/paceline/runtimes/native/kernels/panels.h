@@ -21,19 +21,19 @@
 #include "byte_dot.h"
 #include "native.h"
 
-#define MAX_PANELS 4 /* panels of a tile */
-/* Words of a packed row before the codes of a group: scale; offset, where the group's integer sum starts (see pack_bytes); scale * sum of codes. */
+#define MAX_PANELS 4 /* maximum number of panels of a tile */
+/* Words of a packed row before a group's codes: scale; offset, the initial integer sum of the group (see pack_rows_as_bytes); scale * sum of codes. */
 #define GROUP_HEADER 3
 #define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
 /* Prefetch `distance` bytes ahead, because the hardware prefetcher stops at page boundaries. With more than four rows, a tile takes so long that
  * the next lines can also be moved to the first-level cache. `rows` is a constant: a branch at run time would keep the compiler from reordering. */
-#define PREFETCH(from)                                      \
-    {                                                       \
+#define PREFETCH(from)                                         \
+    {                                                          \
         if (rows > 4) __builtin_prefetch((from) + 1024, 0, 3); \
-        __builtin_prefetch((from) + distance, 0, 2);        \
+        __builtin_prefetch((from) + distance, 0, 2);           \
     }
 
-/* Integer sums of a group. dot: sums of products. pairs: for codes of at most 6 bits, 16-bit sums that are not added to `dot` yet. */
+/* Integer sums of a group. dot: sums of products. pairs: for codes of at most 6 bits, 16-bit sums not yet added to `dot`. */
 typedef struct {
     ints dot[MAX_PANELS][MAX_ROWS];
 #if HAS_PAIRS
@@ -41,32 +41,32 @@ typedef struct {
 #endif
 } GroupSums;
 
-/* Make the compiler keep float sums in memory while a group's integer sums need the registers. Otherwise it moves them several times. */
-INLINE void keep_in_memory(floats sum[][MAX_ROWS], const int rows, const int panels) {
+/* Make the compiler keep float sums in memory while a group's integer sums need the registers. Otherwise it moves the float sums several times. */
+INLINE void keep_sums_in_memory(floats sum[][MAX_ROWS], const int rows, const int panels) {
     if (HAS_SIGNS) EACH_PANEL EACH_ROW __asm__("" : "+m"(sum[n][row]));
 }
 
-/* Quads whose sums fit in 16 bits: 8 quads of 4-bit codes, 4 of 5-bit codes, 2 of 6-bit codes. */
-#define QUADS_AT_ONCE(bits) (8 >> ((bits) - 4))
+/* How many quads of products a 16-bit sum can hold: 8 quads of 4-bit codes, 4 of 5-bit codes, 2 of 6-bit codes. */
+#define QUADS_PER_SUM(bits) (8 >> ((bits) - 4))
 
-/* Add the products of a quad of each panel with the quads of all rows; return the position of the rows' next quads. at_once: QUADS_AT_ONCE of the
- * codes, 0 for 8-bit codes; number: index of the quad, so that 16-bit sums are widened after every `at_once` quads. */
+/* Add the products of a quad of each panel with the quads of all rows; return the position of the rows' next quads. number: index of the quad in
+ * its group. quads_per_sum: QUADS_PER_SUM of the codes, after which 16-bit sums are widened; 0 for 8-bit codes. */
 INLINE const int32_t *add_quad_products(GroupSums *sums, const words *codes, const int32_t *quad, const int rows, const int panels, const int number,
-                                   const int at_once) {
+                                        const int quads_per_sum) {
 #if HAS_PAIRS
-    if (at_once) {
+    if (quads_per_sum) {
         EACH_ROW EACH_PANEL {
-            add_pairs(&sums->pairs[n][row], codes[n], quad[row], number % at_once == 0);
-            if (number % at_once == at_once - 1) sums->dot[n][row] += widen_pairs(&sums->pairs[n][row]);
+            add_pair_products(&sums->pairs[n][row], codes[n], quad[row], number % quads_per_sum == 0);
+            if (number % quads_per_sum == quads_per_sum - 1) sums->dot[n][row] += widen_pair_sums(&sums->pairs[n][row]);
         }
         return quad + rows;
     }
 #endif
     (void)number;
     weight_codes w[MAX_PANELS];
-    EACH_PANEL w[n] = split_codes(codes[n], at_once ? 0 : DOT_SHIFT);
+    EACH_PANEL w[n] = to_weight_codes(codes[n], quads_per_sum ? 0 : DOT_SHIFT);
 #ifdef __ARM_NEON
-    if (rows == 4) { /* one load for all rows, because the instruction can take a lane */
+    if (rows == 4) { /* one load for all rows, because the instruction can take a lane of a vector */
         int32x4_t x = vld1q_s32(quad);
         __asm__("" : "+w"(x));
         EACH_ROW EACH_PANEL sums->dot[n][row] = dot_repeated(w[n], (int32x4_t){x[row], x[row], x[row], x[row]}, sums->dot[n][row]);
@@ -77,22 +77,22 @@ INLINE const int32_t *add_quad_products(GroupSums *sums, const words *codes, con
     return quad + rows * DOT_WORDS;
 }
 
-/* The same as add_quad_products for codes that are indices into a table. */
+/* As add_quad_products, for codes that are indices into a table. */
 INLINE const int32_t *add_table_products(GroupSums *sums, const words *codes, code_table table, const int32_t *quad, const int rows, const int panels) {
     table_values w[MAX_PANELS];
     EACH_PANEL w[n] = look_up_values(codes[n], table);
-    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_values(w[n], quad + row * TABLE_WORDS, sums->dot[n][row], SIGN_BY_PSIGN);
+    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_table_values(w[n], quad + row * TABLE_WORDS, sums->dot[n][row], SIGN_BY_PSIGN);
     return quad + rows * TABLE_WORDS;
 }
 
-/* Return whether codes are indices into a table, whose values may need all 8 bits. */
+/* Return whether codes of this kind are indices into a table, whose values may need all 8 bits. */
 INLINE int uses_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_FLOAT16 || kind == PANELS_IQ4_XS; }
 
-/* Return the table of a matrix; zero_point is added, so that its values are unsigned. */
+/* Return the value table of a matrix; zero_point is added, so that its values are unsigned. */
 INLINE code_table value_table_of(const Matrix *matrix, const int sign_method) {
     bytes table = {0};
     for (int i = 0; i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
-    return split_table(table, sign_method);
+    return to_code_table(table, sign_method);
 }
 
 INLINE floats load_float16(const uint8_t *from) {
@@ -101,7 +101,7 @@ INLINE floats load_float16(const uint8_t *from) {
     return __builtin_convertvector(stored, floats);
 }
 
-/* Store the sums plus the bias for outputs [from, from + 16) and `real_rows` rows, without those that are padding. */
+/* Store the sums plus the bias for outputs [from, from + 16). Rows from real_rows on are padding and are not stored. */
 INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const int rows, float *y, int real_rows) {
     const int outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
     const floats bias = matrix->bias ? load_part(matrix->bias + from, outputs) : broadcast(0.0f);
@@ -111,8 +111,8 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
     }
 }
 
-/* Panels of a tile. Few rows: several panels, because several streams of reads use the memory bandwidth better; one if `is_one_stream_best` (Zen 5).
- * More rows: one panel, because registers are short and arithmetic takes longer than memory. */
+/* Panels of a tile. Few rows: several panels, because several read streams use the memory bandwidth better; one if is_one_stream_best (Zen 5). More
+ * rows: one panel, because registers are scarce and arithmetic takes longer than memory. */
 extern int is_one_stream_best;
 #if MAX_ROWS == 8
 #define PANELS_OF(rows) ((rows) <= 4 ? MAX_PANELS : 1)
@@ -120,9 +120,9 @@ extern int is_one_stream_best;
 #define PANELS_OF(rows) ((rows) == 1 ? MAX_PANELS : (rows) == 2 ? 2 : 1)
 #endif
 
-/* Return the prefetch distance in bytes. ahead = 0: later weights of the same panel, farther ahead if it is the only stream. ahead > 0, if an
- * earlier block of rows has already loaded this panel: `ahead`, the distance of the next panel. */
-INLINE size_t prefetch_distance(const int panels, size_t ahead) { return ahead ? ahead : panels > 1 ? 1024 : 4096; }
+/* Return the prefetch distance in bytes. next_panel_bytes = 0: prefetch later weights of the same panel, farther ahead if it is the only read
+ * stream. An earlier block of rows has already loaded this panel: prefetch the next panel, which is next_panel_bytes ahead. */
+INLINE size_t prefetch_distance(const int panels, size_t next_panel_bytes) { return next_panel_bytes ? next_panel_bytes : panels > 1 ? 1024 : 4096; }
 
 #define TILE_OF(rows, PRODUCTS)                                                             \
     case rows:                                                                              \
@@ -136,26 +136,26 @@ INLINE size_t prefetch_distance(const int panels, size_t ahead) { return ahead ?
 #define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
 #endif
 
-/* PRODUCTS_OF_KIND defines the function of one kind from the file's multiply_tile. A single function for all kinds takes much longer to compile. */
+/* PRODUCTS_OF_KIND defines the function of one kind from the includer's multiply_tile. One function for all kinds takes longer to compile. */
 #define KIND_TILE(rows, panels)                                             \
     for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES) \
-        multiply_tile(matrix, first, x, y, rows, real_rows, ahead, panels, kind);
-#define PRODUCTS_OF_KIND(name, kind_)                                                                                        \
-    __attribute__((noinline)) void name(const Matrix *matrix, int first, int end, const float *x, float *y, int rows,         \
-                                        int real_rows, size_t ahead) {                                                       \
-        const int kind = kind_;                                                                                              \
-        switch (rows) { EACH_TILE(KIND_TILE) }                                                                               \
+        multiply_tile(matrix, first, x, y, rows, real_rows, next_panel_bytes, panels, kind);
+#define PRODUCTS_OF_KIND(name, kind_)                                                                                 \
+    __attribute__((noinline)) void name(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, \
+                                        int real_rows, size_t next_panel_bytes) {                                     \
+        const int kind = kind_;                                                                                       \
+        switch (rows) { EACH_TILE(KIND_TILE) }                                                                        \
     }
 
-/* Computes outputs [first, end) for one block of packed rows; `real_rows` of them are not padding. ahead: see prefetch_distance. */
-typedef void Multiply(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
+/* Compute outputs [first, end) for one block of packed rows. Rows from real_rows on are padding. next_panel_bytes: see prefetch_distance. */
+typedef void Multiply(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t next_panel_bytes);
 Multiply multiply_super_blocks;
 
 #if MAX_ROWS == 4
-/* Computes outputs [first, first + 16) for several full blocks of packed rows, which are `step` words apart (few_registers.c). */
+/* Compute outputs [first, first + 16) for several full blocks of packed rows, which are `step` words apart (few_registers.c). */
 #define MAX_BLOCKS 8
-typedef void MultiplyBlocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
-MultiplyBlocks *multiply_blocks_of(const Matrix *matrix);
+typedef void MultiplyBlocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t next_panel_bytes);
+MultiplyBlocks *find_multiply_blocks(const Matrix *matrix);
 #endif
 
 #endif

@@ -1,23 +1,20 @@
-/* Run a network: a list of operations on buffers of rows, one after another. Each operation is divided among the threads in pieces (work.h). */
-#include "native.h"
+/* Run a network: a list of operations on buffers of rows, one after another. Threads divide each operation into pieces (work.h). */
 #include "block_max.h"
 #include "panels.h"
-#include "threads.h"
 #include "work.h"
 
 #include <string.h>
 
-/* Sizes of a piece of work. */
-#define PIECE_OUTPUTS 48       /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
-#define PANEL_OUTPUTS 16 /* of a panel; a piece of work is one panel, or four (MAX_PANELS) for few rows, see piece_outputs */
-#define MIN_THREAD_PIECES 4 /* with fewer pieces a thread, pieces are smaller, because threads wait for the last one: longer, the slower its core */
-#define PIECE_FLOATS 512       /* floats of an elementwise operation on few rows: small, so that each thread's columns stay in its cache */
-#define PIECE_FLOATS_MANY 4096 /* the same from MANY_ROWS rows on, which do not fit in a cache */
+#define PIECE_OUTPUTS 48 /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
+#define PANEL_OUTPUTS 16 /* outputs of a panel; a piece is one panel or, with few rows, four (MAX_PANELS), see piece_outputs */
+#define MIN_THREAD_PIECES 4 /* with fewer pieces per thread, smaller pieces are used: all threads wait for the last piece, longest on a slow core */
+#define PIECE_FLOATS 512 /* floats of a piece of an elementwise operation with few rows: small, so that a thread's columns stay in its cache */
+#define PIECE_FLOATS_MANY 4096 /* floats of a piece from MANY_ROWS rows on, which do not fit in a cache */
 #define MANY_ROWS 64
-#define PIECE_PACKED_COLUMNS 512 /* columns of input rows to pack */
+#define PIECE_PACKED_COLUMNS 512 /* input columns that a piece packs */
 
-/* Copies of the records of a running pass. Should another thread change the originals, which is not allowed, the threads of this pass still agree on
- * the number of rows, so that none waits at a barrier forever. */
+/* Copies of the records of a running pass. If another thread wrongly changes the originals, all threads of the pass still use the same number of
+ * rows, so none waits at a barrier forever. */
 typedef struct {
     const Program *original_program;
     const Pass *original_pass;
@@ -25,16 +22,16 @@ typedef struct {
     Pass pass;
 } PassRun;
 
-static int num_rows_of(const Pass *pass, const Operation *operation) { return operation->rows == LOGITS_ROWS ? pass->num_logits_rows : pass->rows; }
+static int num_operation_rows(const Pass *pass, const Operation *operation) { return operation->rows == LOGITS_ROWS ? pass->num_logits_rows : pass->rows; }
 
-/* Return the outputs of a piece of a product. thread_outputs: the outputs of a thread's share. */
+/* Return the outputs of a piece of a product. thread_outputs: outputs per thread. */
 static int piece_outputs(int packing, int rows, int thread_outputs) {
     if (packing != AS_BYTES) return PIECE_OUTPUTS;
     return rows > 4 || is_one_stream_best || thread_outputs < MIN_THREAD_PIECES * 4 * PANEL_OUTPUTS ? PANEL_OUTPUTS : 4 * PANEL_OUTPUTS;
 }
 
-/* Pack a single input row. Each thread packs it for itself, because that is faster than waiting for a barrier. */
-static const float *packed_row_of(const Work *work, const Matrix *matrix, int packing, const float *x) {
+/* Pack a single input row. Each thread packs its own copy, because that is faster than waiting at a barrier. */
+static const float *pack_one_row(const Work *work, const Matrix *matrix, int packing, const float *x) {
     const Program *program = work->program;
     if (packing == AS_FLOATS && matrix->columns % 16 == 0) return x;
     float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->max_columns);
@@ -42,16 +39,16 @@ static const float *packed_row_of(const Work *work, const Matrix *matrix, int pa
     return packed;
 }
 
-/* Return the columns of input rows that a piece packs: whole groups. */
+/* Return the input columns that a piece packs: a multiple of the group size. */
 static int piece_packed_columns(const Matrix *matrix, int packing) {
     return packing == AS_BYTES ? PIECE_PACKED_COLUMNS / matrix->group * matrix->group : PIECE_PACKED_COLUMNS;
 }
 
-/* Pack some columns of one block of rows. Pieces are parts of a block, so that all threads take part even if there is a single block. */
+/* Pack some columns of one block of rows. A piece is a part of a block, so that all threads take part even if there is a single block. */
 static void pack_piece(const Work *work, const Matrix *matrix, int packing, const float *x, int blocks, int piece) {
     const int columns = matrix->columns, step = piece_packed_columns(matrix, packing);
     const int begin = piece / blocks * step, end = begin + step < columns ? begin + step : columns;
-    pack_rows(matrix, x, NULL, work->rows, packing, piece % blocks, begin, end, work->program->packed);
+    pack_rows(matrix, x, NULL, work->rows, packing, piece % blocks, begin, end, work->program->packed_inputs);
 }
 
 static void prepare_linear(const Work *work, const LinearOperation *op, const float *x, int has_adapters) {
@@ -59,7 +56,7 @@ static void prepare_linear(const Work *work, const LinearOperation *op, const fl
     const int pieces[] = {work->rows > 1 ? ceil_div(op->matrices->columns, piece_packed_columns(op->matrices, op->packing)) * blocks : 0,
                           has_adapters ? num_down_pieces(work, op) : 0};
     for (PieceQueue queue = {.part_pieces = pieces, .num_parts = 2}; claim_piece(work, 0, &queue);)
-        if (queue.part) run_down(work, op, queue.piece);
+        if (queue.part) run_down_piece(work, op, queue.piece);
         else pack_piece(work, op->matrices, op->packing, x, blocks, queue.piece);
 }
 
@@ -74,13 +71,13 @@ static void run_linear(const Work *work, const Operation *operation) {
         prepare_linear(work, op, x, has_adapters);
         barrier();
     }
-    x = rows > 1 ? work->program->packed : packed_row_of(work, op->matrices, packing, x);
+    x = rows > 1 ? work->program->packed_inputs : pack_one_row(work, op->matrices, packing, x);
     for (int number = 0; number < op->num_matrices; number++) totals[number] = ceil_div(op->matrices[number].outputs, step);
     for (PieceQueue queue = {.part_pieces = totals, .num_parts = op->num_matrices}; claim_piece(work, 1, &queue);) {
         const Matrix *matrix = op->matrices + queue.part;
         const int begin = queue.piece * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
         if (has_adapters) prefetch_low_rank(work, op, queue.part, begin, end);
-        multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
+        multiply_packed_rows(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
         if (has_adapters) add_low_rank(work, op, queue.part, begin, end);
         if (op->block_max >= 0) store_block_max(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, op->block_max));
     }
@@ -88,49 +85,49 @@ static void run_linear(const Work *work, const Operation *operation) {
 
 static void run_route(const Work *work, const Operation *operation) {
     const RouteOperation *op = (const RouteOperation *)operation;
-    const Routes routes = routes_of(buffer(work, operation->out), work->rows, op->chosen);
+    const Routes routes = routes_in_buffer(buffer(work, operation->out), work->rows, op->experts_per_row);
     const float *x = buffer(work, op->x);
     for (int row; (row = next_ticket(work, 0)) < work->rows;)
-        choose_experts(op, x + (size_t)row * (size_t)op->experts, routes.experts + row * op->chosen, routes.weights + row * op->chosen);
+        choose_experts(op, x + (size_t)row * (size_t)op->num_experts, routes.experts + row * op->experts_per_row, routes.weights + row * op->experts_per_row);
     barrier();
     const int32_t *order = work->pass->num_adapters && operation->rows == ALL_ROWS ? work->pass->row_order : NULL;
     if (next_ticket(work, 1) == 0) sort_pairs(op, &routes, order, work->rows);
 }
 
-/* Pack the input rows of each active expert. A ticket is a block of rows, counted over all experts. Return the caller's first ticket after the last
- * block; *pieces: the number of blocks. */
-static int pack_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int *pieces) {
+/* Pack the input rows of each active expert. A ticket is a block of rows, counted over all experts. Return the first ticket that this thread has
+ * drawn and not used. *num_blocks: the total. */
+static int pack_expert_rows(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int *num_blocks) {
     const float *x = buffer(work, op->x);
     const size_t columns = (size_t)op->matrices[0].columns, row_words = packed_row_floats(op->matrices, op->packing);
-    int skipped = 0;
+    int counted = 0;
     for (int number = 0; number < *routes->num_active; number++) {
         const ActiveExpert *active = routes->active + number;
         const int blocks = ceil_div(active->count, MAX_ROWS);
-        float *packed = work->program->packed + (size_t)active->first_packed * row_words;
-        for (; ticket - skipped < blocks; ticket = next_ticket(work, 0))
-            pack_rows(op->matrices, op->of_pairs ? x + (size_t)active->first * columns : x, op->of_pairs ? NULL : routes->rows + active->first,
-                      active->count, op->packing, ticket - skipped, 0, (int)columns, packed);
-        skipped += blocks;
+        float *packed = work->program->packed_inputs + (size_t)active->first_packed * row_words;
+        for (; ticket - counted < blocks; ticket = next_ticket(work, 0))
+            pack_rows(op->matrices, op->is_per_pair ? x + (size_t)active->first * columns : x, op->is_per_pair ? NULL : routes->rows + active->first,
+                      active->count, op->packing, ticket - counted, 0, (int)columns, packed);
+        counted += blocks;
     }
-    *pieces = skipped;
+    *num_blocks = counted;
     return ticket;
 }
 
-/* Outputs [begin, end) of a matrix of an active expert; number: index among the matrices of the operation. */
+/* Outputs [begin, end) of a matrix of an active expert. number: index among the matrices of an expert. */
 typedef struct {
     const ActiveExpert *active;
     const Matrix *matrix;
     int number, begin, end;
 } ExpertPiece;
 
-/* Return a piece of the operation by its index; pieces have `step` outputs. */
-static ExpertPiece expert_piece_of(const ExpertsOperation *op, const Routes *routes, int step, int index) {
+/* Return piece `index` of an EXPERTS operation; pieces have `step` outputs. */
+static ExpertPiece expert_piece_at(const ExpertsOperation *op, const Routes *routes, int step, int index) {
     for (int number = 0;; number++) {
-        const int outputs = op->matrices[number * op->experts].outputs, pieces = ceil_div(outputs, step);
+        const int outputs = op->matrices[number * op->num_experts].outputs, pieces = ceil_div(outputs, step);
         if (index < *routes->num_active * pieces) {
             const ActiveExpert *active = routes->active + index / pieces;
             const int begin = index % pieces * step, end = begin + step < outputs ? begin + step : outputs;
-            return (ExpertPiece){active, op->matrices + number * op->experts + active->expert, number, begin, end};
+            return (ExpertPiece){active, op->matrices + number * op->num_experts + active->expert, number, begin, end};
         }
         index -= *routes->num_active * pieces;
     }
@@ -138,37 +135,37 @@ static ExpertPiece expert_piece_of(const ExpertsOperation *op, const Routes *rou
 
 static void run_experts(const Work *work, const Operation *operation) {
     const ExpertsOperation *op = (const ExpertsOperation *)operation;
-    const Routes routes = routes_of(buffer(work, op->routes), work->rows, op->chosen);
+    const Routes routes = routes_in_buffer(buffer(work, op->routes), work->rows, op->experts_per_row);
     const size_t row_words = packed_row_floats(op->matrices, op->packing);
-    const int step = piece_outputs(op->packing, 1, INT32_MAX), is_one_row = work->rows == 1 && !op->of_pairs;
+    const int step = piece_outputs(op->packing, 1, INT32_MAX), is_one_row = work->rows == 1 && !op->is_per_pair;
     const int has_adapters = has_low_rank_pairs(work->pass, op, &routes);
-    const float *x = work->program->packed;
-    if (is_one_row) x = packed_row_of(work, op->matrices, op->packing, buffer(work, op->x));
+    const float *x = work->program->packed_inputs;
+    if (is_one_row) x = pack_one_row(work, op->matrices, op->packing, buffer(work, op->x));
     if (!is_one_row || has_adapters) {
         int ticket = next_ticket(work, 0), num_pieces = 0;
-        if (!is_one_row) ticket = pack_pairs(work, op, &routes, ticket, &num_pieces);
+        if (!is_one_row) ticket = pack_expert_rows(work, op, &routes, ticket, &num_pieces);
         if (has_adapters) run_down_of_pairs(work, op, &routes, ticket, num_pieces);
         barrier();
     }
     int total = 0;
     for (int number = 0; number < op->num_matrices; number++)
-        total += *routes.num_active * ceil_div(op->matrices[number * op->experts].outputs, step);
+        total += *routes.num_active * ceil_div(op->matrices[number * op->num_experts].outputs, step);
     for (PieceQueue queue = {.part_pieces = &total, .num_parts = 1}; claim_piece(work, 1, &queue);) {
-        const ExpertPiece piece = expert_piece_of(op, &routes, step, queue.piece);
+        const ExpertPiece piece = expert_piece_at(op, &routes, step, queue.piece);
         const ActiveExpert *active = piece.active;
-        if (has_adapters) prefetch_pairs(work, op, &routes, active, piece.number, piece.begin, piece.end);
-        multiply(piece.matrix, piece.begin, piece.end, op->packing, is_one_row ? x : x + (size_t)active->first_packed * row_words,
+        if (has_adapters) prefetch_low_rank_of_pairs(work, op, &routes, active, piece.number, piece.begin, piece.end);
+        multiply_packed_rows(piece.matrix, piece.begin, piece.end, op->packing, is_one_row ? x : x + (size_t)active->first_packed * row_words,
                  buffer(work, piece.matrix->out) + (size_t)active->first * (size_t)piece.matrix->outputs, active->count);
-        if (has_adapters) add_to_pairs(work, op, &routes, active, piece.number, piece.begin, piece.end);
+        if (has_adapters) add_low_rank_to_pairs(work, op, &routes, active, piece.number, piece.begin, piece.end);
     }
 }
 
-/* A piece is some outputs of a head for a block of rows, which the thread packs for itself. */
+/* Run a HEADS operation. A piece is some outputs of a head for a block of rows, which the thread packs for itself. */
 static void run_heads(const Work *work, const Operation *operation) {
     const HeadsOperation *op = (const HeadsOperation *)operation;
     const int blocks = ceil_div(work->rows, MAX_ROWS), outputs = op->matrices->outputs, step = piece_outputs(op->packing, work->rows, INT32_MAX);
     const int parts = ceil_div(outputs, step), total = op->heads * parts * blocks;
-    const size_t tail = (size_t)op->tail, size = (size_t)outputs + tail;
+    const size_t tail = (size_t)op->tail_columns, size = (size_t)outputs + tail;
     float *packed = work->program->packed_rows + (size_t)work->thread * packed_floats(1, work->program->max_columns);
     PieceQueue queue = {0};
     for (int piece; (piece = claim_next_piece(work, 0, total, &queue)) < total;) {
@@ -178,49 +175,49 @@ static void run_heads(const Work *work, const Operation *operation) {
         int32_t heads[MAX_ROWS];
         for (int row = 0; row < rows; row++) heads[row] = (first + row) * op->heads + head;
         pack_rows(&matrix, buffer(work, op->x), heads, rows, op->packing, 0, 0, matrix.columns, packed);
-        matrix.outputs = op->heads * (int)size; /* the distance between rows of the result */
+        matrix.outputs = op->heads * (int)size; /* distance between rows of the result, in floats */
         float *out = buffer(work, operation->out) + (size_t)heads[0] * size;
-        multiply(&matrix, begin, end, op->packing, packed, out, rows);
+        multiply_packed_rows(&matrix, begin, end, op->packing, packed, out, rows);
         for (int row = 0; tail && begin == 0 && row < rows; row++)
             memcpy(out + (size_t)(row * matrix.outputs + outputs), buffer(work, op->tails) + (size_t)heads[row] * tail, tail * sizeof(float));
     }
 }
 
-/* Claim up to `at_once` heads of a row: [*item, *end), counted over the heads of all rows. Return 0 if none is left. */
-static int claim_heads(const Work *work, int heads, int at_once, PieceQueue *queue, int *item, int *end) {
-    const int total = ceil_div(heads, at_once) * work->rows, piece = claim_next_piece(work, 0, total, queue);
+/* Claim up to max_heads heads of a row: [*item, *end), counted over the heads of all rows. Return 0 if no piece is left. */
+static int claim_heads(const Work *work, int heads, int max_heads, PieceQueue *queue, int *item, int *end) {
+    const int total = ceil_div(heads, max_heads) * work->rows, piece = claim_next_piece(work, 0, total, queue);
     if (piece == total) return 0;
-    const int head = piece / work->rows * at_once, first = piece % work->rows * heads;
+    const int head = piece / work->rows * max_heads, first = piece % work->rows * heads;
     *item = first + head;
-    *end = first + (head + at_once < heads ? head + at_once : heads);
+    *end = first + (head + max_heads < heads ? head + max_heads : heads);
     return 1;
 }
 
-/* Define the function of an operation on heads. `compute`: code for head number `item`, counted over those of all rows, at offset `at` of a buffer. */
-#define DEFINE_HEADWISE(name, Type, heads, head_size, compute)                                        \
-    static void name(const Work *work, const Operation *operation) {                         \
-        const Type *op = (const Type *)operation;                                            \
-        const float *x = buffer(work, op->x);                                                \
-        float *out = buffer(work, operation->out);                                           \
-        PieceQueue queue = {0};                                                              \
-        for (int item, end; claim_heads(work, heads, 8, &queue, &item, &end);)               \
+/* Define the function of an operation on heads. `compute`: expression for head `item`, counted over all rows, at offset `at` of a buffer. */
+#define DEFINE_HEADWISE(name, Type, heads, head_size, compute)                                                         \
+    static void name(const Work *work, const Operation *operation) {                                                   \
+        const Type *op = (const Type *)operation;                                                                      \
+        const float *x = buffer(work, op->x);                                                                          \
+        float *out = buffer(work, operation->out);                                                                     \
+        PieceQueue queue = {0};                                                                                        \
+        for (int item, end; claim_heads(work, heads, 8, &queue, &item, &end);)                                         \
             for (size_t size = (size_t)(head_size), at = (size_t)item * size; item < end; item++, at += size) compute; \
     }
-#define ANGLES_OF(function) (work->pass->function[op->table] + (size_t)(item / op->heads) * (size_t)op->rotary_half)
+#define ANGLES_OF(function) (work->pass->function[op->angle_table] + (size_t)(item / op->heads) * (size_t)op->rotary_half)
 DEFINE_HEADWISE(run_norm, NormOperation, op->heads, op->head_size, norm_row(op, x + at, item, out + at))
 DEFINE_HEADWISE(run_rope, RopeOperation, op->heads, op->head_size,
                 rotate_head(x + at, ANGLES_OF(cos), ANGLES_OF(sin), op->head_size, op->rotary_half, out + at))
 DEFINE_HEADWISE(run_gaussian_top_k, GaussianTopKOperation, 1, op->width, gaussian_top_k_row(x + at, op->width, op->factor, out + at))
 DEFINE_HEADWISE(run_match_rms, MatchRmsOperation, 1, op->width, match_rms_row(x + at, buffer(work, op->y) + at, op->width, out + at))
 
-/* Columns [begin, begin + count) of a row; at: their offset in a buffer of such rows. */
+/* Columns [begin, begin + count) of a row; at: their offset in a buffer with rows of the operation's width. */
 typedef struct {
     PieceQueue queue;
     size_t row, at;
     int begin, count;
 } ColumnPiece;
 
-/* Claim some columns of a row; return 0 if none is left. Pieces are numbered by columns first, so that a thread gets the same ones each time. */
+/* Claim columns of a row; return 0 if no piece is left. Pieces are numbered by columns first: a thread gets the same ones in each operation. */
 static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     const int step = work->rows < MANY_ROWS ? PIECE_FLOATS : PIECE_FLOATS_MANY;
     const int total = ceil_div(width, step) * work->rows, number = claim_next_piece(work, 0, total, &piece->queue);
@@ -231,13 +228,13 @@ static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     return number < total;
 }
 
-/* Define the function of an operation that computes columns from the same columns of its inputs. `compute`: code for one `piece` of a row of x. */
-#define DEFINE_ELEMENTWISE(name, Type, compute)                                                       \
-    static void name(const Work *work, const Operation *operation) {                         \
-        const Type *op = (const Type *)operation;                                            \
-        const float *x = buffer(work, op->x);                                                \
-        float *out = buffer(work, operation->out);                                           \
-        for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) compute;               \
+/* Define the function of an operation that computes columns from the same columns of its inputs. `compute`: statement for one `piece`. */
+#define DEFINE_ELEMENTWISE(name, Type, compute)                                           \
+    static void name(const Work *work, const Operation *operation) {                      \
+        const Type *op = (const Type *)operation;                                         \
+        const float *x = buffer(work, op->x);                                             \
+        float *out = buffer(work, operation->out);                                        \
+        for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) compute; \
     }
 #define INPUT_AT(number) (buffer(work, number) + piece.at)
 DEFINE_ELEMENTWISE(run_gated, GatedOperation, apply_gate(op, x + piece.row * (size_t)(op->width / op->group),
@@ -255,19 +252,19 @@ DEFINE_ELEMENTWISE(run_gather, GatherOperation,
 DEFINE_ELEMENTWISE(run_concat, ConcatOperation,
           concat_columns(x + piece.row * (size_t)op->x_width, op->x_width, ROW_AT(op->y, op->width - op->x_width), piece.begin, piece.count, out + piece.at))
 DEFINE_ELEMENTWISE(run_block_convolution, BlockConvolutionOperation,
-          block_convolve_row(op, x + piece.at - piece.begin, ROW_AT(op->added, op->added_width) + op->added_at,
+          block_convolve_row(op, x + piece.at - piece.begin, ROW_AT(op->added, op->added_width) + op->added_offset,
                              (int)piece.row - work->pass->ranges[work->pass->range_of_row[piece.row]].start, piece.begin, piece.count,
                              out + piece.at - piece.begin))
 
 static void run_combine(const Work *work, const Operation *operation) {
     const CombineOperation *op = (const CombineOperation *)operation;
-    const Routes routes = routes_of(buffer(work, op->routes), work->rows, op->chosen);
+    const Routes routes = routes_in_buffer(buffer(work, op->routes), work->rows, op->experts_per_row);
     const float *x = buffer(work, op->x);
     float *out = buffer(work, operation->out);
     for (ColumnPiece piece = {{0}}; claim_columns(work, op->width, &piece);) {
         memset(out + piece.at, 0, (size_t)piece.count * sizeof(float));
-        for (int i = 0; i < op->chosen; i++) {
-            const size_t pair = piece.row * (size_t)op->chosen + (size_t)i, place = (size_t)routes.pair_indices[pair];
+        for (int i = 0; i < op->experts_per_row; i++) {
+            const size_t pair = piece.row * (size_t)op->experts_per_row + (size_t)i, place = (size_t)routes.pair_indices[pair];
             add_scaled_row(x + place * (size_t)op->width + (size_t)piece.begin, piece.count, routes.weights[pair], out + piece.at);
         }
     }
@@ -281,7 +278,7 @@ static void run_mix(const Work *work, const Operation *operation) {
             const float *weights = op->weights < 0 ? NULL : ROW_AT(op->weights, op->outputs * op->inputs) + i * op->inputs;
             float *out = STREAM_AT(operation->out, op->outputs, i);
             memcpy(out, STREAM_AT(op->y, op->outputs, i), (size_t)piece.count * sizeof(float));
-            for (int j = 0; j < op->inputs && i >= op->first; j++)
+            for (int j = 0; j < op->inputs && i >= op->first_mixed; j++)
                 add_scaled_row(STREAM_AT(op->x, op->inputs, j), piece.count, (weights ? weights[j] : 0.0f) + op->offset, out);
         }
 }
@@ -290,7 +287,7 @@ static void run_summarize(const Work *work, const Operation *operation) {
     const SummarizeOperation *op = (const SummarizeOperation *)operation;
     const int pieces = ceil_div(op->columns, SUMMARY_COLUMNS), rows = work->rows;
     const size_t width = (size_t)paceline_summary_floats(op->columns, op->count);
-    const RowSampling *sampling = work->pass->sampling ? work->pass->sampling + (size_t)op->index * (size_t)rows : NULL;
+    const RowSampling *sampling = work->pass->sampling ? work->pass->sampling + (size_t)op->summary_index * (size_t)rows : NULL;
     const float *x = buffer(work, op->x);
     float *out = buffer(work, operation->out);
     for (int item; (item = next_ticket(work, 0)) < rows * pieces;) {
@@ -302,7 +299,7 @@ static void run_summarize(const Work *work, const Operation *operation) {
 }
 
 typedef void RunOperation(const Work *work, const Operation *operation);
-static RunOperation *const FUNCTIONS[] = {
+static RunOperation *const OPERATION_FUNCTIONS[] = {
     [LINEAR] = run_linear, [NORM] = run_norm, [ROPE] = run_rope, [ATTENTION] = run_attention, [GATED] = run_gated, [ADD] = run_add,
     [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat, [SUMMARIZE] = run_summarize, [SCALE] = run_scale,
     [COLUMNS] = run_columns, [ROUTE] = run_route, [EXPERTS] = run_experts, [COMBINE] = run_combine, [CONVOLUTION] = run_convolution,
@@ -311,8 +308,8 @@ static RunOperation *const FUNCTIONS[] = {
 };
 
 /* Return the index of the first operation from `index` on that has rows in this pass. */
-static int next_with_rows(const Program *program, const Pass *pass, int index) {
-    while (index < program->num_operations && !num_rows_of(pass, program->operations[index])) index++;
+static int next_operation_with_rows(const Program *program, const Pass *pass, int index) {
+    while (index < program->num_operations && !num_operation_rows(pass, program->operations[index])) index++;
     return index;
 }
 
@@ -320,44 +317,45 @@ static void run_operations(void *argument, int thread, int num_threads) {
     const Program *program = &((PassRun *)argument)->program;
     const Pass *pass = &((PassRun *)argument)->pass;
     int64_t *claims = program->claims + (size_t)thread * (size_t)program->claims_per_thread;
-    for (int index = next_with_rows(program, pass, 0), next; index < program->num_operations; index = next) {
+    for (int index = next_operation_with_rows(program, pass, 0), next; index < program->num_operations; index = next) {
         const Operation *operation = program->operations[index];
-        next = next_with_rows(program, pass, index + 1);
+        next = next_operation_with_rows(program, pass, index + 1);
         if (next < program->num_operations) memset(claims + PHASES * next, 0, PHASES * sizeof *claims);
-        FUNCTIONS[operation->code](&(Work){program, pass, index, num_rows_of(pass, operation), thread, num_threads}, operation);
+        OPERATION_FUNCTIONS[operation->code](&(Work){program, pass, index, num_operation_rows(pass, operation), thread, num_threads}, operation);
         barrier();
     }
 }
 
-static void copy_records(void *argument) {
+static void copy_pass_records(void *argument) {
     PassRun *run = argument;
     run->program = *run->original_program;
     run->pass = *run->original_pass;
     memset(run->program.tickets, 0, PHASES * (size_t)run->program.num_operations * sizeof(int32_t));
-    const int first = next_with_rows(&run->program, &run->pass, 0);
+    const int first = next_operation_with_rows(&run->program, &run->pass, 0);
     for (int thread = 0; thread < run->program.num_threads && first < run->program.num_operations; thread++)
         memset(run->program.claims + (size_t)thread * (size_t)run->program.claims_per_thread + PHASES * first, 0, PHASES * sizeof(int64_t));
 }
 
-/* Run one pass. Results are left in the buffers. */
+/* Run one pass. Results stay in the buffers. */
 void paceline_run(const Program *program, const Pass *pass) {
     PassRun run = {.original_program = program, .original_pass = pass};
-    run_on_threads(copy_records, run_operations, &run, program->num_threads);
+    run_on_threads(copy_pass_records, run_operations, &run, program->num_threads);
     for (int range = 0; run.pass.states && range < run.pass.num_ranges; range++) *run.pass.states[range].has_run = 1;
 }
 
-/* Return the size of Program.packed in floats for products of `rows` input rows of `columns` columns. */
+/* Return the floats of Program.packed_inputs for products of `rows` input rows of `columns` columns. */
 int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)packed_floats(rows, columns); }
 
-/* Return KERNELS_VERSION for index 0, then the size of each record in the order of records.py, then -1. The loader compares them with its own. */
+/* Return KERNELS_VERSION for index 0, then the size of each record in the order of records.py, then -1, for a check by the loader. */
 int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
-        KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(GgufBlocks), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation),
-        sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
-        sizeof(ConcatOperation), sizeof(SummarizeOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
-        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(HeadsOperation), sizeof(MixOperation), sizeof(GaussianTopKOperation), sizeof(MatchRmsOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
-        sizeof(SamplePath), sizeof(StateStep), sizeof(StateSave), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(RowSampling),
+        KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(GgufBlocks), sizeof(LinearOperation), sizeof(NormOperation),
+        sizeof(RopeOperation), sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(GatherOperation),
+        sizeof(SoftCapOperation), sizeof(ConcatOperation), sizeof(SummarizeOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation),
+        sizeof(RouteOperation), sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(ConvolutionOperation), sizeof(StateOperation),
+        sizeof(BlockConvolutionOperation), sizeof(HeadsOperation), sizeof(MixOperation), sizeof(GaussianTopKOperation), sizeof(MatchRmsOperation),
+        sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions), sizeof(SamplePath),
+        sizeof(StateStep), sizeof(StateSave), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(RowSampling),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
 }

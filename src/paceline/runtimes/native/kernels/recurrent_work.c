@@ -1,4 +1,4 @@
-/* Dividing operations of recurrent layers among threads: by channels and heads, so that a thread gets the same ones in each operation. */
+/* How operations of recurrent layers are divided among threads: by channels and heads, so that a thread gets the same ones in each operation. */
 #include "state_rows.h"
 #include "work.h"
 
@@ -16,7 +16,7 @@ void run_convolution(const Work *work, const Operation *operation) {
     }
 }
 
-/* Prefetch the inputs of the state block of a piece and return the block's address; NULL = no piece is left, or the sequence has no state yet. */
+/* Prefetch the inputs of piece `item`. Return the address of its state block; NULL = no piece is left, or the sequence has no state. */
 static const float *prefetch_block(const Work *work, const StateOperation *op, int item, int total) {
     const Pass *pass = work->pass;
     if (item == total) return NULL;
@@ -44,8 +44,8 @@ static void prepare_state(const Work *work, const StateOperation *op) {
     for (int item; (item = claim_next_piece(work, 2, work->rows, &gates)) < work->rows;) {
         const size_t row = (size_t)item, first = (size_t)pass->ranges[pass->range_of_row[row]].start;
         const StateRange *states = pass->states + pass->range_of_row[row];
-        prepare_gates(op, a + row * heads, b ? b + row * heads : NULL, prepared_at(op, prepared + first * floats_per_row, (int)(row - first)),
-                      record_of(states, states->row_records[row - first]));
+        prepare_gates(op, a + row * heads, b ? b + row * heads : NULL, prepared_row_at(op, prepared + first * floats_per_row, (int)(row - first)),
+                      replay_record_at(states, states->row_records[row - first]));
     }
 }
 
@@ -56,7 +56,7 @@ void run_state(const Work *work, const Operation *operation) {
     const int total = pass->num_ranges * op->heads * ceil_div(op->columns, op->block_columns);
     float *scratch = work->program->state_scratch + (size_t)work->thread * (size_t)work->program->state_floats;
     PieceQueue queue = {0};
-    int next = claim_next_piece(work, 1, total, &queue); /* claimed before keys are prepared, so that its state is prefetched meanwhile */
+    int next = claim_next_piece(work, 1, total, &queue); /* claimed early, so that its state is prefetched while keys are prepared */
     const float *block = prefetch_block(work, op, next, total);
     if (block) prefetch_floats(block, op->rows_of_state * op->block_columns, 0);
     prepare_state(work, op);

@@ -1,24 +1,24 @@
-/* Softmax with powers of two instead of e^x: scores are multiplied by log2 e first. Also pairs of bfloat16, the operands of dot_bf16. */
+/* Softmax with powers of two instead of e^x (scores are multiplied by log2 e), and pairs of bfloat16 weights, the operands of dot_bf16. */
 #ifndef PACELINE_SOFTMAX_H
 #define PACELINE_SOFTMAX_H
 
 #include "bf16.h"
 
-/* Broadcast a pair of bfloat16 to all lanes. Pairs are stored as `pack_pairs` does, in PAIR_FLOATS floats each. */
+/* Broadcast a pair of bfloat16, stored by pack_bf16_pairs in PAIR_FLOATS floats, to all lanes. */
 #ifdef __AVX512BF16__
 #define PAIR_FLOATS 1
-INLINE bf16s broadcast_pair(const float *from) {
+INLINE bf16s broadcast_bf16_pair(const float *from) {
     uint32_t pair;
     memcpy(&pair, from, sizeof pair);
     return (words){0} + pair;
 }
 #else
 #define PAIR_FLOATS 2
-INLINE bf16s broadcast_pair(const float *from) { return (bf16s){broadcast(from[0]), broadcast(from[1])}; }
+INLINE bf16s broadcast_bf16_pair(const float *from) { return (bf16s){broadcast(from[0]), broadcast(from[1])}; }
 #endif
 
 /* Round floats [from, end) of x to pairs of bfloat16, in place. Pair i is at x[i * PAIR_FLOATS]; from and end are multiples of 32. */
-INLINE void pack_pairs(float *x, int from, int end) {
+INLINE void pack_bf16_pairs(float *x, int from, int end) {
     for (int i = from; i < end; i += 2 * LANES) {
         const floats a = round_to_bf16(load(x + i)), b = round_to_bf16(load(x + i + LANES));
 #ifdef __AVX512BF16__
@@ -30,7 +30,7 @@ INLINE void pack_pairs(float *x, int from, int end) {
     }
 }
 
-/* Vectors computed together: in powers_of_two each instruction waits for the one before, so a single vector would be slow. */
+/* Vectors computed together: a single vector would be slow, because each instruction of powers_of_two needs the result of the previous one. */
 #ifdef __AVX512F__
 #define MAX_VECTORS 4
 #else
@@ -51,22 +51,22 @@ INLINE floats maximum(floats a, floats b) {
 
 #define EACH_VECTOR _Pragma("unroll") for (int i = 0; i < count; i++)
 
-/* Replace each x <= 0 by 2^x: 0 below -125.5, exact for 0, NaN for NaN. The error is one unit in the last place; with is_rounded it is 3e-6, which
- * is enough for a result that is rounded to bfloat16. The integer part of x becomes the exponent. The polynomial computes 2 * 2^fraction, so that
- * the smallest exponent field, 0, gives the result 0. */
-INLINE void powers_of_two(floats *x, const int count, const int is_rounded) {
+/* Replace each x <= 0 by 2^x: 0 below -125.5, exact for 0, NaN for NaN. The error is one unit in the last place; for_bf16, it is 3e-6, enough for a
+ * result that is rounded to bfloat16. The integer part of x becomes the exponent. The polynomial computes 2 * 2^fraction, so that the smallest
+ * exponent field, 0, gives the result 0. */
+INLINE void powers_of_two(floats *x, const int count, const int for_bf16) {
     static const float exact[] = {3.0706723639e-4f, 2.6797748891e-3f, 1.9236874717e-2f, 1.1100664942e-1f, 4.8045295827e-1f, 1.3862944057f, 2.0f};
     static const float rounded[] = {1.9165705731e-2f, 1.1181284985e-1f, 4.8048197234e-1f, 1.3862483867f, 2.0f};
-    const float *of = is_rounded ? rounded : exact;
-    const int degree = is_rounded ? 4 : 6;
+    const float *coefficients = for_bf16 ? rounded : exact;
+    const int degree = for_bf16 ? 4 : 6;
     const floats shift = broadcast(12582912.0f + 126.0f); /* 1.5 * 2^23: the sum's low bits are the rounded integer */
     floats whole[MAX_VECTORS], p[MAX_VECTORS];
     EACH_VECTOR x[i] = maximum(broadcast(-126.0f), x[i]);
     EACH_VECTOR whole[i] = x[i] + shift;
     EACH_VECTOR p[i] = whole[i] - shift;
     EACH_VECTOR x[i] -= p[i];
-    EACH_VECTOR p[i] = fused(broadcast(of[0]), x[i], broadcast(of[1]));
-    _Pragma("unroll") for (int term = 2; term <= degree; term++) EACH_VECTOR p[i] = fused(p[i], x[i], broadcast(of[term]));
+    EACH_VECTOR p[i] = fmadd(broadcast(coefficients[0]), x[i], broadcast(coefficients[1]));
+    _Pragma("unroll") for (int term = 2; term <= degree; term++) EACH_VECTOR p[i] = fmadd(p[i], x[i], broadcast(coefficients[term]));
     EACH_VECTOR x[i] = p[i] * (floats)((words)whole[i] << 23);
 }
 
@@ -94,12 +94,12 @@ INLINE float largest_score(const float *scores, int first, int last) {
     return largest_lane(maximum(even, odd));
 }
 
-/* Round 32 weights to bfloat16, store them as pairs (see pack_pairs), and return `sum` plus the rounded weights. */
-INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
+/* Round 32 weights to bfloat16, store them as pairs (see pack_bf16_pairs), and return `sum` plus the rounded weights. */
+INLINE floats store_bf16_pairs(floats a, floats b, floats sum, float *to) {
 #ifdef __AVX512BF16__
     const words both = (words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
     store(to, (floats)both);
-    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* the weights times 1 */
+    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* pairs of 1.0 */
 #else
     a = round_to_bf16(a);
     b = round_to_bf16(b);
@@ -110,14 +110,14 @@ INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #endif
 }
 
-/* Compute `count` vectors of exp2_weights from scores + at on; return `sum` plus the weights. */
-INLINE floats exp2_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
+/* The part of exp2_weights for `count` vectors of scores from index `at` on: return `sum` plus their weights. */
+INLINE floats exp2_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int for_bf16) {
     floats x[MAX_VECTORS];
     EACH_VECTOR x[i] = load(scores + at + i * LANES) * broadcast(factor);
     EACH_VECTOR x[i] -= broadcast(largest);
-    powers_of_two(x, count, is_rounded);
-    if (is_rounded)
-        for (int i = 0; i < count; i += 2) sum = keep_pairs(x[i], x[i + 1], sum, scores + (at / 2 + i / 2 * LANES) * PAIR_FLOATS);
+    powers_of_two(x, count, for_bf16);
+    if (for_bf16)
+        for (int i = 0; i < count; i += 2) sum = store_bf16_pairs(x[i], x[i + 1], sum, scores + (at / 2 + i / 2 * LANES) * PAIR_FLOATS);
     else
         EACH_VECTOR {
             store(scores + at + i * LANES, x[i]);
@@ -126,14 +126,13 @@ INLINE floats exp2_vectors(float *scores, int at, const int count, float factor,
     return sum;
 }
 
-/* Replace scores [first, last) by 2^(factor * score - largest), as pairs of bfloat16 if `is_rounded`; return their sum. first and last are
- * multiples of 32. */
-INLINE float exp2_weights(float *scores, int first, int last, float factor, float largest, const int is_rounded) {
+/* Replace scores [first, last), multiples of 32, by 2^(factor * score - largest), as pairs of bfloat16 if for_bf16; return their sum. */
+INLINE float exp2_weights(float *scores, int first, int last, float factor, float largest, const int for_bf16) {
     floats sum = broadcast(0.0f);
     int at = first;
     for (; at + MAX_VECTORS * LANES <= last; at += MAX_VECTORS * LANES)
-        sum = exp2_vectors(scores, at, MAX_VECTORS, factor, largest, sum, is_rounded);
-    for (; at < last; at += 2 * LANES) sum = exp2_vectors(scores, at, 2, factor, largest, sum, is_rounded);
+        sum = exp2_vectors(scores, at, MAX_VECTORS, factor, largest, sum, for_bf16);
+    for (; at < last; at += 2 * LANES) sum = exp2_vectors(scores, at, 2, factor, largest, sum, for_bf16);
     return lane_sum(sum);
 }
 

@@ -1,57 +1,57 @@
-/* Products of Q4_K, Q5_K and Q6_K matrices in panels (k_quants.h has the layout) with rows rounded to 8-bit codes. Results have the same bits as
- * those of panels.c for the same weights; scales and minimums are decoded in registers. */
+/* Products of Q4_K, Q5_K and Q6_K matrices in panels (layout: k_quants.h) with rows rounded to 8-bit codes. Results have the same bits as from
+ * panels.c for the same weights; scales and minimums are decoded in registers. */
 #include "k_quants.h"
 #include "transpose.h"
 
-/* Add the products of a super-block, whose codes begin at `at`, to the float sums; return the position in the packed rows after them. */
-INLINE const float *add_groups(const uint8_t *at, size_t next, const float *x, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
-                               floats sum[][MAX_ROWS], const int rows, const int panels, const int kind, size_t distance) {
+/* Add the products of a super-block's stored codes to the float sums; return the position in the packed rows after the super-block. */
+INLINE const float *add_super_block(const uint8_t *stored, size_t panel_bytes, const float *x, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
+                                    floats sum[][MAX_ROWS], const int rows, const int panels, const int kind, size_t distance) {
     const int high_bits = FORMAT(kind)->high_bits, group = FORMAT(kind)->group;
     for (int g = 0; g < SUPER_BLOCK / group; g++) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         GroupSums sums;
         words high[MAX_PANELS] = {{0}};
-        keep_in_memory(sum, rows, panels);
-        EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(group_offset(offsets, row, kind));
+        keep_sums_in_memory(sum, rows, panels);
+        EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(initial_group_sum(offsets, row, kind));
         if (high_bits) {
             EACH_PANEL {
-                high[n] = load_words(at + (size_t)n * next);
-                PREFETCH(at + (size_t)n * next)
+                high[n] = load_words(stored + (size_t)n * panel_bytes);
+                PREFETCH(stored + (size_t)n * panel_bytes)
             }
-            at += sizeof(words);
+            stored += sizeof(words);
         }
-        _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
+        _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, stored += sizeof(words)) {
             words codes[MAX_PANELS];
             EACH_PANEL {
-                codes[n] = load_words(at + (size_t)n * next);
-                PREFETCH(at + (size_t)n * next)
+                codes[n] = load_words(stored + (size_t)n * panel_bytes);
+                PREFETCH(stored + (size_t)n * panel_bytes)
             }
             _Pragma("unroll") for (int number = 2 * pair; number < 2 * pair + 2; number++) {
                 words w[MAX_PANELS];
                 EACH_PANEL w[n] = join_quad(codes[n], high[n], number, high_bits);
-                quad = add_quad_products(&sums, w, quad, rows, panels, number, QUADS_AT_ONCE(4 + high_bits));
+                quad = add_quad_products(&sums, w, quad, rows, panels, number, QUADS_PER_SUM(4 + high_bits));
             }
         }
-        add_group(&sums, x, g, scales, minimums, sum, rows, panels, kind);
+        add_group_sums(&sums, x, g, scales, minimums, sum, rows, panels, kind);
         x = (const float *)quad;
     }
     return x;
 }
 
 /* Compute a tile: `panels` panels (1, 2 or 4), for which the rows are loaded once, times `rows` packed rows. */
-INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
+INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t next_panel_bytes,
                           const int panels, const int kind) {
     const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
-    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, ahead);
-    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
+    const size_t panel_bytes = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, next_panel_bytes);
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * panel_bytes;
     floats sum[MAX_PANELS][MAX_ROWS];
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, at += codes) {
         floats scales[MAX_PANELS][MAX_GROUPS], minimums[MAX_PANELS][MAX_GROUPS];
-        decode_header(at, next, matrix->scale_columns, scales, minimums, panels, kind);
-        EACH_PANEL for (int line = 0; line < header; line += 64) PREFETCH(at + (size_t)n * next + line)
+        decode_header(at, panel_bytes, matrix->scale_columns, scales, minimums, panels, kind);
+        EACH_PANEL for (int line = 0; line < header; line += 64) PREFETCH(at + (size_t)n * panel_bytes + line)
         at += header;
-        x = add_groups(at, next, x, scales, minimums, sum, rows, panels, kind, distance);
+        x = add_super_block(at, panel_bytes, x, scales, minimums, sum, rows, panels, kind, distance);
     }
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
@@ -59,23 +59,23 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
 static PRODUCTS_OF_KIND(multiply_q4_k, PANELS_Q4_K) static PRODUCTS_OF_KIND(multiply_q5_k, PANELS_Q5_K)
 static PRODUCTS_OF_KIND(multiply_q6_k, PANELS_Q6_K)
 
-/* Compute outputs [first, end) for one block of packed rows. */
-void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
+/* Compute outputs [first, end) of a K-quant matrix for one block of packed rows. */
+void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t next_panel_bytes) {
     static Multiply *const MULTIPLY[] = {multiply_q4_k, multiply_q5_k, multiply_q6_k, multiply_q2_k, multiply_q3_k, multiply_iq4_xs};
-    MULTIPLY[matrix->kind - PANELS_Q4_K](matrix, first, end, x, y, rows, real_rows, ahead);
+    MULTIPLY[matrix->kind - PANELS_Q4_K](matrix, first, end, x, y, rows, real_rows, next_panel_bytes);
 }
 
-/* Return the number of bytes of a panel of a K-quant. */
+/* Return the bytes of a panel of a K-quant. */
 int64_t paceline_super_block_bytes(int32_t columns, int32_t scale_columns, int32_t kind) {
     return (int64_t)columns / SUPER_BLOCK * (header_bytes(kind, scale_columns) + codes_bytes(kind));
 }
 
-static void set_lane_bits(uint8_t *to, int lane, uint32_t bits) {
+static void or_lane_bits(uint8_t *to, int lane, uint32_t bits) {
     bits |= load_word(to + 4 * lane);
     memcpy(to + 4 * lane, &bits, sizeof bits);
 }
 
-/* Return the code of one output in a column of a super-block of any format. */
+/* Return the code of one column of one output in a super-block of any kind. */
 INLINE int code_at(const uint8_t *codes, const int kind, int lane, int column) {
     const int word = (int)sizeof(words), high_bits = FORMAT(kind)->high_bits, group = FORMAT(kind)->group;
     codes += 4 * lane + column % 4;
@@ -90,7 +90,7 @@ INLINE int code_at(const uint8_t *codes, const int kind, int lane, int column) {
     return (codes[((high_bits > 0) + quad / 2) * word] >> quad % 2 * 4 & 15) | high << 4;
 }
 
-/* Write one output's exact weights [SUPER_BLOCK] of the super-block at `header`. With a constant kind, divisions become shifts. */
+/* Write one output's dequantised weights [SUPER_BLOCK] of the super-block at `header`, lossless. With a constant kind, divisions become shifts. */
 INLINE void write_weights(const Matrix *matrix, const uint8_t *header, int lane, float *to, const int kind) {
     const uint8_t *codes = header + header_bytes(kind, matrix->scale_columns);
     floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
@@ -107,7 +107,7 @@ INLINE void write_weights(const Matrix *matrix, const uint8_t *header, int lane,
         write_weights(matrix, header, lane, to, kind_constant);         \
         break;
 
-/* Write the exact weights of some outputs, [count, columns]. output_indices: [count] which outputs. */
+/* Write the dequantised weights of some outputs, [count, columns]. output_indices: [count]. */
 void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indices, int32_t count, float *to) {
     const size_t bytes = header_bytes(matrix->kind, matrix->scale_columns) + codes_bytes(matrix->kind);
     for (int i = 0; i < count; i++) {
@@ -121,7 +121,7 @@ void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indic
     }
 }
 
-/* Write one output's part of the header of super-block `number`; the header was filled with zeros before. */
+/* Write one output's scales and factors to the header of a super-block, which is zero before. number: index of the super-block in a row. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {
     const int group = FORMAT(from->kind)->group, minimum = FORMAT(from->kind)->has_minimums, groups = SUPER_BLOCK / group;
     const size_t blocks = (size_t)(from->columns / from->scale_columns), first_block = (size_t)(number * (SUPER_BLOCK / from->scale_columns));
@@ -131,7 +131,7 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
         memcpy(to + half * (minimum ? 64 : 32) + 2 * lane, from->scales + block, 2);
         if (minimum) memcpy(to + half * 64 + 32 + 2 * lane, from->minimums + block, 2);
     }
-    to += scale_bytes(from->kind, from->scale_columns);
+    to += header_scale_bytes(from->kind, from->scale_columns);
     for (int g = 0; g < groups; g++) {
         const uint32_t factor = from->factors[first_group + (size_t)g];
         if (!minimum) {
@@ -139,9 +139,9 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
             continue;
         }
         const uint32_t other = from->minimum_factors[first_group + (size_t)g];
-        set_lane_bits(to + (size_t)(g / 4) * sizeof(words), lane, factor << g % 4 * 8);
-        if (g < 4) set_lane_bits(to + 2 * sizeof(words), lane, other << g * 8);
-        for (size_t i = 0; g >= 4 && i < 3; i++) set_lane_bits(to + i * sizeof(words), lane, (other >> 2 * i & 3) << (g % 4 * 8 + 6));
+        or_lane_bits(to + (size_t)(g / 4) * sizeof(words), lane, factor << g % 4 * 8);
+        if (g < 4) or_lane_bits(to + 2 * sizeof(words), lane, other << g * 8);
+        for (size_t i = 0; g >= 4 && i < 3; i++) or_lane_bits(to + i * sizeof(words), lane, (other >> 2 * i & 3) << (g % 4 * 8 + 6));
     }
 }
 
@@ -168,7 +168,7 @@ static void fill_group(int kind, const words *quads, uint8_t *to) {
     for (int i = 0; i < count; i += 2) to = store_words((quads[i] & 0x0F0F0F0Fu) | (quads[i + 1] & 0x0F0F0F0Fu) << 4, to);
 }
 
-/* Fill panels [begin, end) from a matrix stored row by row; outputs after the last one are zeros. */
+/* Fill panels [begin, end) from a matrix stored row by row; outputs past the end of the matrix are zeros. */
 void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to) {
     if (IS_LOW_BIT(from->kind)) {
         fill_low_bit_blocks(from, begin, end, to);

@@ -1,5 +1,5 @@
 /* The thread pool. A waiting thread first spins, because waking a sleeping thread takes tens of microseconds. Then it sleeps, because a spinning
- * thread occupies a core that other threads may need. The time it spins adapts to how long past waits were. */
+ * thread occupies a core that other threads may need. The spin time adapts to the length of past waits. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
@@ -15,25 +15,25 @@ int is_one_stream_best; /* see panels.h */
 
 #if defined(__x86_64__)
 #define SPIN_PAUSE() __builtin_ia32_pause()
-/* Run the instruction cpuid. Windows does not report all instruction sets of a processor. */
+/* Run the instruction cpuid. Windows has no function that reports all instruction sets of a processor. */
 void paceline_cpuid(uint32_t leaf, uint32_t subleaf, uint32_t *result) {
     __asm__("cpuid" : "=a"(result[0]), "=b"(result[1]), "=c"(result[2]), "=d"(result[3]) : "a"(leaf), "c"(subleaf));
 }
 
-__attribute__((constructor)) static void find_processor(void) {
+__attribute__((constructor)) static void detect_zen_5(void) {
     uint32_t version[4];
     paceline_cpuid(1, 0, version);
-    is_one_stream_best = (version[0] >> 8 & 15) + (version[0] >> 20 & 255) == 26; /* the family of Zen 5 */
+    is_one_stream_best = (version[0] >> 8 & 15) + (version[0] >> 20 & 255) == 26; /* Zen 5 */
 }
 #else
 #define SPIN_PAUSE() ((void)0)
 #endif
 
 enum { MAX_THREADS = 256, CALL_STRIDE = 512, SPINS_PER_CHECK = 64 };
-/* Limits of the spin time: at a barrier, the time of a piece of work; between two passes, the time that the caller needs in between. */
+/* Limits of the spin time. At a barrier, it should cover a piece of work; between two passes, the caller's work. */
 enum { MIN_SPIN_NS = 4000, MAX_BARRIER_SPIN_NS = 100000, MAX_PASS_SPIN_NS = 500000 };
 
-/* A value that threads wait for to change, and how many of them sleep. */
+/* A value on whose change threads wait, and the number of sleeping threads. */
 typedef struct {
     _Alignas(64) atomic_llong value;
     atomic_int sleepers;
@@ -44,8 +44,8 @@ typedef struct {
 #define SIGNAL {1, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER}
 
 static pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER;
-/* Its value is the number of the current call times CALL_STRIDE, plus that call's number of threads. Both are in one variable so that a worker
- * cannot read the number of one call and the threads of another. */
+/* call_signal.value is the number of the current call times CALL_STRIDE, plus the call's number of threads. Both are in one variable, so that a
+ * worker cannot combine the number of one call with the threads of another. */
 static Signal call_signal = SIGNAL;
 static Signal barrier_signal = SIGNAL;
 static _Alignas(64) atomic_int num_arrived;
@@ -53,15 +53,15 @@ static int num_workers;
 static Task *current_task;
 static void *current_argument;
 
-/* What a thread records about its waits. It has a cache line to itself, because it is written at each barrier. */
+/* A thread's data about its waits, in its own cache line, because it is written at each barrier. */
 typedef struct {
-    _Alignas(64) atomic_int core; /* the core the thread last ran on; -1 = unknown */
-    atomic_llong round;           /* number of the last barrier that the thread has reached; 0 = none yet */
+    _Alignas(64) atomic_int core; /* core on which the thread last ran; -1 = unknown */
+    atomic_llong last_barrier;           /* number of the last barrier that the thread has reached; 0 = none yet */
     long long barrier_spin_ns, pass_spin_ns;
 } Waiter;
 
 static Waiter waiters[MAX_THREADS];
-/* This thread's index and the number of threads of its call. Thread-local, because a fast thread may start on the next call earlier than others. */
+/* This thread's index and its call's number of threads. Thread-local, because a fast thread may start the next call before others. */
 static _Thread_local int this_thread, num_team_threads;
 
 static long long now_ns(void) {
@@ -78,19 +78,19 @@ static int this_core(void) {
 #endif
 }
 
-/* Return whether a thread that this one waits for last ran on the same core: it may not get to run while this thread spins. */
+/* Return whether an awaited thread last ran on this thread's core: it may not get to run while this thread spins. */
 static int blocks_awaited_thread(int is_at_barrier) {
     const int core = this_core(), members = is_at_barrier ? num_team_threads : 1;
     if (core < 0) return 0;
     for (int other = 0; other < members; other++) {
         if (other == this_thread || atomic_load_explicit(&waiters[other].core, memory_order_relaxed) != core) continue;
-        if (!is_at_barrier || atomic_load(&waiters[other].round) != atomic_load(&waiters[this_thread].round)) return 1;
+        if (!is_at_barrier || atomic_load(&waiters[other].last_barrier) != atomic_load(&waiters[this_thread].last_barrier)) return 1;
     }
     return 0;
 }
 
-/* Wait until the signal's value differs from `seen`. After a sleep that a spin of at most longest_ns would have avoided, the next wait spins twice
- * as long; after a longer sleep, half as long. */
+/* Wait until the signal's value differs from `seen`. If spinning for at most longest_ns would have avoided a sleep, the next wait spins twice as
+ * long; after a longer sleep, half as long. */
 static void wait_for_change(Signal *signal, long long seen, long long longest_ns, long long *spin_ns) {
     long long start = 0;
     for (int spins = 1; atomic_load(&signal->value) == seen; spins++) {
@@ -110,8 +110,8 @@ static void wait_for_change(Signal *signal, long long seen, long long longest_ns
 }
 
 static void set_signal(Signal *signal, long long value) {
-    (void)atomic_exchange(&signal->value, value); /* a store suffices, but qemu 7.2 reorders it after the load below */
-    if (!atomic_load(&signal->sleepers)) return; /* safe: a thread increments the counter, then reads the value again, and only then sleeps */
+    (void)atomic_exchange(&signal->value, value); /* atomic_store would suffice, but qemu 7.2 reorders it after the load below */
+    if (!atomic_load(&signal->sleepers)) return; /* safe, because a thread increments the counter, then reads the value again, and only then sleeps */
     pthread_mutex_lock(&signal->lock);
     pthread_cond_broadcast(&signal->changed);
     pthread_mutex_unlock(&signal->lock);
@@ -119,7 +119,7 @@ static void set_signal(Signal *signal, long long value) {
 
 typedef struct {
     int thread;
-    long long seen; /* value of call_signal when this worker was started */
+    long long seen; /* value of call_signal when this worker was created */
 } Worker;
 
 static Worker workers[MAX_THREADS];
@@ -156,10 +156,10 @@ static void reset_workers(void) {
 
 static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_workers); }
 
-static void start_workers(int wanted) {
+static void start_workers(int num_needed) {
     static pthread_once_t registered = PTHREAD_ONCE_INIT;
     pthread_once(&registered, register_fork_handler);
-    while (num_workers < wanted) {
+    while (num_workers < num_needed) {
         const int thread = num_workers + 1;
         pthread_t started;
         workers[num_workers] = (Worker){thread, atomic_load(&call_signal.value)};
@@ -192,7 +192,7 @@ void barrier(void) {
     if (num_team_threads == 1) return;
     const long long now = atomic_load(&barrier_signal.value);
     Waiter *own = waiters + this_thread;
-    atomic_store(&own->round, now);
+    atomic_store(&own->last_barrier, now);
     if (atomic_fetch_add(&num_arrived, 1) == num_team_threads - 1) {
         atomic_store(&num_arrived, 0);
         set_signal(&barrier_signal, now + 1);

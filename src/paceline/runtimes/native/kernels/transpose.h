@@ -1,10 +1,10 @@
-/* Transpose 16 rows of 16 words in registers, to 16 vectors with one word of each row. */
+/* Transpose 16 rows of 16 words in registers: vector i of the result has word i of each row. */
 #ifndef PACELINE_TRANSPOSE_H
 #define PACELINE_TRANSPOSE_H
 
 #include "vectors.h"
 
-/* LOWER_width takes the lower `width` of every 2 * width lanes of a and of b in turn, UPPER_width the upper ones. */
+/* LOWER_width interleaves the lower `width` lanes of each group of 2 * width lanes of a and b; UPPER_width interleaves the upper lanes. */
 #define LOWER_1(a, b) SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 #define UPPER_1(a, b) SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
 #define LOWER_2(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)

@@ -1,5 +1,5 @@
-/* Vectors of 16 floats in the compiler's portable vector extension: one register with AVX-512, two with AVX2, four with NEON. The number of lanes
- * determines the order in which sums are added, so it is the same on all machines. */
+/* Vectors of 16 numbers of 32 bits (floats, ints, words), in the compiler's portable vector extension: one register with AVX-512, two with AVX2,
+ * four with NEON. The number of lanes determines the order in which sums are added, so it is the same on all machines. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -51,13 +51,13 @@ INLINE uint32_t load_word(const uint8_t *from) {
     return word;
 }
 
-INLINE float load_half(const uint8_t *from) {
+INLINE float load_one_float16(const uint8_t *from) {
     _Float16 half;
     memcpy(&half, from, sizeof half);
     return (float)half;
 }
 
-/* Loop over the columns of a row, 16 at a time: `column` is the first one, `count` their number. */
+/* Loop over the columns of a row, 16 at a time: `column` is the first column, `count` the number of columns left, at most 16. */
 #define EACH_16(column, count, width) \
     for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
 
@@ -67,9 +67,9 @@ INLINE void store_part(float *to, floats v, int count) {
     else memcpy(to, &v, (size_t)count * sizeof(float));
 }
 
-INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
+INLINE floats fmadd(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 
-/* Return the sum of the lanes: the upper half is added to the lower half until one lane is left. */
+/* Return the sum of the lanes: add the upper half to the lower half until one lane is left. */
 INLINE float lane_sum(floats v) {
     float lanes[LANES];
     memcpy(lanes, &v, sizeof v);
@@ -78,9 +78,9 @@ INLINE float lane_sum(floats v) {
     return lanes[0];
 }
 
-INLINE float sum_of_products(const float *x, const float *y, int count) {
+INLINE float dot_product(const float *x, const float *y, int count) {
     floats sum = broadcast(0.0f);
-    EACH_16(i, left, count) sum = fused(load_part(x + i, left), load_part(y + i, left), sum);
+    EACH_16(i, lanes, count) sum = fmadd(load_part(x + i, lanes), load_part(y + i, lanes), sum);
     return lane_sum(sum);
 }
 
@@ -88,7 +88,7 @@ INLINE float sum_of_products(const float *x, const float *y, int count) {
 #define EVEN_LANES(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD_LANES(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
-/* Return the lane_sum of each of 16 vectors, computed together with the same additions. */
+/* Return the lane_sum of each of 16 vectors, with the same additions in the same order. */
 INLINE floats lane_sums(const floats *v) {
     floats two[8], four[4], eight[2];
 #pragma unroll
@@ -112,27 +112,26 @@ INLINE floats lane_sums(const floats *v) {
     return EVEN_LANES(eight[0], eight[1]) + ODD_LANES(eight[0], eight[1]);
 }
 
-/* Return e^x, with an error of about 2 units in the last place for x <= 88; 0 below -87; NaN for NaN. Method (Cephes library): x = n ln 2 + r, and
- * a polynomial in r. */
+/* Return e^x as the Cephes library does (x = n ln 2 + r): error about 2 units in the last place for x <= 88; 0 below -87; NaN for NaN. */
 INLINE floats exponential(floats x) {
     const floats low = broadcast(-87.0f), high = broadcast(88.0f);
     const words too_small = (words)(x < low), not_a_number = (words)(x != x);
     x = __builtin_elementwise_min(__builtin_elementwise_max(x, low), high);
     floats n = __builtin_elementwise_roundeven(x * broadcast(1.44269504088896341f));
-    floats r = fused(n, broadcast(-0.693359375f), x);
-    r = fused(n, broadcast(2.12194440e-4f), r);
+    floats r = fmadd(n, broadcast(-0.693359375f), x);
+    r = fmadd(n, broadcast(2.12194440e-4f), r);
     floats p = broadcast(1.9875691500e-4f);
-    p = fused(p, r, broadcast(1.3981999507e-3f));
-    p = fused(p, r, broadcast(8.3334519073e-3f));
-    p = fused(p, r, broadcast(4.1665795894e-2f));
-    p = fused(p, r, broadcast(1.6666665459e-1f));
-    p = fused(p, r, broadcast(5.0000001201e-1f));
-    p = fused(p, r * r, r + broadcast(1.0f));
+    p = fmadd(p, r, broadcast(1.3981999507e-3f));
+    p = fmadd(p, r, broadcast(8.3334519073e-3f));
+    p = fmadd(p, r, broadcast(4.1665795894e-2f));
+    p = fmadd(p, r, broadcast(1.6666665459e-1f));
+    p = fmadd(p, r, broadcast(5.0000001201e-1f));
+    p = fmadd(p, r * r, r + broadcast(1.0f));
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
     return (floats)(((words)(p * (floats)power) & ~too_small) | not_a_number);
 }
 
-INLINE floats rectified(floats x) { return (floats)((words)x & ~(words)(x < broadcast(0.0f))); }
+INLINE floats relu(floats x) { return (floats)((words)x & ~(words)(x < broadcast(0.0f))); }
 INLINE floats sigmoid(floats x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(-x)); }
 
 /* tanh(x) = 2 sigmoid(2 x) - 1. */

@@ -1,7 +1,7 @@
 /* How the threads of a pass divide an operation into pieces of work: by work stealing.
  *
- * A fixed share of the pieces belongs to each thread: the same columns or heads in every operation, so that their data are in its core's caches.
- * (On some processors another core's cache is as slow as memory.) When a thread's share is finished, it steals the last pieces of other shares. */
+ * Each thread has a fixed share of the pieces: the same columns or heads in every operation, so that their data are in its core's caches. (On some
+ * processors another core's cache is as slow as memory.) A thread that has finished its share steals the last pieces of other shares. */
 #ifndef PACELINE_WORK_H
 #define PACELINE_WORK_H
 
@@ -10,47 +10,48 @@
 
 #include <stdatomic.h>
 
-#define PHASES 3 /* phases of an operation that count their tickets and claimed pieces separately */
+#define PHASES 3 /* maximum number of phases of an operation, each with its own tickets and claims */
 
 /* A thread's arguments for one operation. */
 typedef struct {
     const Program *program;
     const Pass *pass;
-    int index, rows, thread, num_threads; /* index of the operation, number of its rows */
+    int index, rows, thread, num_threads; /* index, rows: of the operation */
 } Work;
 
-/* Return the next of the numbers 0, 1, 2, ...; no two threads get the same. For work with an unknown number of pieces. */
+/* Return the next ticket: 0, 1, 2, ...; each is drawn by one thread only. For phases whose number of pieces is not known in advance. */
 static inline int next_ticket(const Work *work, int phase) {
     _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + PHASES * work->index + phase);
     return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
 }
 
-/* A thread's view of the pieces of a phase, which has one or more parts, such as the matrices of an operation. */
+/* A thread's position in the pieces of a phase. A phase has one or more parts, such as the matrices of an operation. */
 typedef struct {
     const int *part_pieces;     /* [num_parts] number of pieces of each part */
-    int num_parts, num_emptied; /* num_emptied: threads whose shares are empty, counted from this thread on */
-    int part, piece;            /* the piece that was claimed last */
+    int num_parts, num_emptied; /* num_emptied: how many threads' shares are finished, from this thread on */
+    int part, piece;            /* the last claimed piece */
 } PieceQueue;
 
-/* Return the first piece of a part that belongs to a thread. */
-static inline int first_piece_of(int total, int thread, int num_threads) {
+/* Return the first piece of a thread's share of a part. */
+static inline int first_piece_of_thread(int total, int thread, int num_threads) {
     return (int)(((int64_t)total * thread + num_threads - 1) / num_threads);
 }
 
 static inline int num_pieces_of_thread(const PieceQueue *queue, int thread, int num_threads) {
     int pieces = 0;
     for (int part = 0; part < queue->num_parts; part++)
-        pieces += first_piece_of(queue->part_pieces[part], thread + 1, num_threads) - first_piece_of(queue->part_pieces[part], thread, num_threads);
+        pieces += first_piece_of_thread(queue->part_pieces[part], thread + 1, num_threads) -
+                  first_piece_of_thread(queue->part_pieces[part], thread, num_threads);
     return pieces;
 }
 
-/* Return the counter of claimed pieces of a thread's share: low half, those it claimed itself, from the front; high half, stolen from the end. */
+/* Return the counter of a share's claimed pieces. Low half: claimed by its own thread, from the front; high half: stolen, from the end. */
 static inline _Atomic int64_t *claim_counter(const Work *work, int phase, int thread) {
     return (_Atomic int64_t *)(work->program->claims + (size_t)thread * (size_t)work->program->claims_per_thread) + PHASES * work->index + phase;
 }
 
-/* Claim a piece of a thread's share, the first one if it is the caller's own share, else the last one; -1 = none is left. */
-static inline int claim_from_thread(_Atomic int64_t *claims, int pieces, int is_own) {
+/* Claim the first unclaimed piece of a share, or if the share is another thread's, the last one; -1 = none is left. */
+static inline int claim_from_share(_Atomic int64_t *claims, int pieces, int is_own) {
     int64_t seen = atomic_load_explicit(claims, memory_order_relaxed);
     for (;;) {
         const int first = (int)(seen & INT32_MAX), last = (int)(seen >> 32);
@@ -61,15 +62,15 @@ static inline int claim_from_thread(_Atomic int64_t *claims, int pieces, int is_
     }
 }
 
-/* Claim a piece, of another thread's share if the caller's own is empty; return 0 if none is left. */
+/* Claim a piece of the caller's share, or of another share if it is finished; return 0 if no piece is left. */
 static inline int claim_piece(const Work *work, int phase, PieceQueue *queue) {
     for (; queue->num_emptied < work->num_threads; queue->num_emptied++) {
         const int thread = (work->thread + queue->num_emptied) % work->num_threads, pieces = num_pieces_of_thread(queue, thread, work->num_threads);
-        int piece = claim_from_thread(claim_counter(work, phase, thread), pieces, !queue->num_emptied);
+        int piece = claim_from_share(claim_counter(work, phase, thread), pieces, !queue->num_emptied);
         if (piece < 0) continue;
         for (queue->part = 0;; queue->part++) {
-            const int total = queue->part_pieces[queue->part], first = first_piece_of(total, thread, work->num_threads);
-            const int count = first_piece_of(total, thread + 1, work->num_threads) - first;
+            const int total = queue->part_pieces[queue->part], first = first_piece_of_thread(total, thread, work->num_threads);
+            const int count = first_piece_of_thread(total, thread + 1, work->num_threads) - first;
             if (piece < count) {
                 queue->piece = first + piece;
                 return 1;
@@ -80,7 +81,7 @@ static inline int claim_piece(const Work *work, int phase, PieceQueue *queue) {
     return 0;
 }
 
-/* Claim one of `total` pieces and return its number; `total` = none is left. */
+/* Claim one of `total` pieces and return its index; `total` = no piece is left. */
 static inline int claim_next_piece(const Work *work, int phase, int total, PieceQueue *queue) {
     queue->part_pieces = &total;
     queue->num_parts = 1;
@@ -91,13 +92,14 @@ static inline float *buffer(const Work *work, int number) { return work->program
 
 int has_adapters_for(const Pass *pass, const LinearOperation *op);
 int num_down_pieces(const Work *work, const LinearOperation *op);
-void run_down(const Work *work, const LinearOperation *op, int piece);
+void run_down_piece(const Work *work, const LinearOperation *op, int piece);
 void prefetch_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end);
 void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end);
 int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes);
-void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int skipped);
-void prefetch_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end);
-void add_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end);
+void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed);
+void prefetch_low_rank_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix,
+                                int begin, int end);
+void add_low_rank_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end);
 void run_attention(const Work *work, const Operation *operation);
 void run_convolution(const Work *work, const Operation *operation);
 void run_state(const Work *work, const Operation *operation);
