@@ -90,8 +90,8 @@ def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(pairs: Pairs
     for name in weights:
         assert np.array_equal(as_float32(weights[name]), as_float32(expected[name])), name
         assert weights.info(name).nbytes == weights[name].nbytes
-    assert {name for name in weights.packed if isinstance(weights[name], GroupedTensor)} == set(
-        weights.packed if kind not in ("fp8", "nf4") else ()
+    assert {name for name in weights.packed_matrices if isinstance(weights[name], GroupedTensor)} == set(
+        weights.packed_matrices if kind not in ("fp8", "nf4") else ()
     )
     found, wanted = (prompt_logits(open_backend(one, backend), PROMPT) for one in (packed, plain))
     assert difference(found, wanted) <= BOUNDS[backend] * max(1.0, float(np.abs(wanted).max()) / 5)
@@ -129,7 +129,7 @@ def test_packed_checkpoint_ignores_zero_biases_and_refuses_others(pairs: Pairs, 
         (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
         write_tensors(tmp_path, {**read_tensors(plain), "model.layers.0.self_attn.q_proj.bias": np.full(64, value, np.float32)})
         if message is None:
-            assert not open_weights(tmp_path, read_model_config(tmp_path)).has("layers.0.q_proj.bias")
+            assert not open_weights(tmp_path, read_model_config(tmp_path)).has_tensor("layers.0.q_proj.bias")
         else:
             with pytest.raises(CheckpointError, match=message):
                 open_weights(tmp_path, read_model_config(tmp_path))

@@ -44,7 +44,7 @@ class Bench:
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
         config = config if window is None else map_attention(config, window=window)
         if latent_size:
-            latent = LatentProjections(query_rank=0, query_size=1, rope_size=head_size - latent_size, value_size=1)
+            latent = LatentProjections(query_rank=0, unrotated_size=1, rope_size=head_size - latent_size, value_size=1)
             config = map_attention(config, latent=latent)
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(

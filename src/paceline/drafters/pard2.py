@@ -76,7 +76,7 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
         chunk_order=tuple(chunks.index(boundary) for boundary in order),
         scale=fields.number(_first_of(fields, "pard2_scale", "pard_scale", "feat_scale"), _DEFAULT_SCALE),
         has_projection_bias=fields.flag(_first_of(fields, "pard2_proj_bias", "proj_bias"), default=False),
-        mask_token_id=fields.integer("pard_token", least=0, most=layers.vocab_size - 1),
+        mask_token_id=fields.integer("pard_token", minimum=0, maximum=layers.vocab_size - 1),
     )
 
 
@@ -112,7 +112,7 @@ def open_pard2_weights(files: HeadFiles, config: Pard2Config) -> Weights:
     """
     directory = files.config_path.parent
     weights = open_weights(directory, config.layers)
-    if weights.packed:
+    if weights.packed_matrices:
         raise IncompatibleDrafterError(
             f"{directory}: its matrices are packed as {weights.container}, which is not supported for PARD-2 draft models: "
             "use the unquantised model, with --draft-quantization if it is too large"

@@ -1,4 +1,4 @@
-"""Open a checkpoint of either format: a Hugging Face directory or a GGUF file."""
+"""Open a checkpoint in either format: a Hugging Face directory or a GGUF file."""
 
 import os
 from pathlib import Path
@@ -20,20 +20,20 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read the network of a checkpoint from its metadata alone.
+    """Read the configuration of a checkpoint, without its weights.
 
     Raises:
-        CheckpointError: It cannot be read, or the model is not supported.
+        CheckpointError: The checkpoint cannot be read, or the model is not supported.
     """
-    return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_checked_directory(path))
+    return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_require_directory(path))
 
 
 def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
-    """Map the weights of a checkpoint, by internal names.
+    """Memory-map the weights of a checkpoint, by internal names.
 
     Args:
         config: the result of `read_model_config` for `path`.
-        regroup: requantise matrices of a GGUF file to groups of 128 columns, which run faster and change values.
+        regroup: requantise matrices of a GGUF file to groups of 128 columns. This is faster, but changes values.
         num_threads: number of threads that convert quantised matrices.
 
     Raises:
@@ -41,12 +41,12 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
-    return CheckpointWeights(_checked_directory(path), config, num_threads=num_threads)
+    return CheckpointWeights(_require_directory(path), config, num_threads=num_threads)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the files that `open_weights` reads."""
-    return split_parts(path) if is_gguf(path) else checkpoint_files(_checked_directory(path))
+    return split_parts(path) if is_gguf(path) else checkpoint_files(_require_directory(path))
 
 
 def stored_bytes(path: Path) -> int:
@@ -55,18 +55,14 @@ def stored_bytes(path: Path) -> int:
 
 
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
-    """Return a name for how the weights are stored.
-
-    Of a GGUF file it is the quantisation that the file states, or the block type of most bytes. Of others it is the container's name or the
-    float type.
-    """
+    """Return the GGUF file's quantisation (else its main block type), the quantisation container's name, or the float type."""
     if not is_gguf(path):
         return weights.container or config.weight_type.value
     file = open_gguf(path)
     return file.file_type or file.main_block_type
 
 
-def _checked_directory(path: Path) -> Path:
+def _require_directory(path: Path) -> Path:
     if is_file(path):
-        raise CheckpointError(f"{path} is no checkpoint; give a directory with config.json and model.safetensors, or a *.gguf file")
+        raise CheckpointError(f"{path} is not a checkpoint: give a directory with config.json and model.safetensors, or a *.gguf file")
     return path

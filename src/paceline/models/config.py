@@ -1,4 +1,4 @@
-"""The network of a checkpoint, read from its metadata."""
+"""`ModelConfig`: the network of a checkpoint, read from its config.json or GGUF metadata."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from paceline.models.json_fields import JsonFields, RecordedFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import AltUp, AttentionConfig, LayerConfig, Recurrent
-from paceline.models.multimodal import has_conflicting_ties, text_model_fields
+from paceline.models.multimodal import has_conflicting_tied_embeddings, text_model_fields
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
@@ -27,15 +27,15 @@ from paceline.small_files import is_file, read_json
 
 
 class WeightType(Enum):
-    """Data type of weights, cache and computation."""
+    """Float type of weights and of computations with them."""
 
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
 
     @property
-    def item_type(self) -> "np.dtype[Any]":
-        """Return numpy's type of a stored number. numpy has no bf16, so its bits are held as uint16."""
+    def numpy_dtype(self) -> "np.dtype[Any]":
+        """Return the numpy type of arrays of this type. numpy has no bf16, so its bits are held as uint16."""
         return np.dtype({WeightType.F32: "<f4", WeightType.F16: "<f2", WeightType.BF16: "<u2"}[self])
 
 
@@ -49,23 +49,23 @@ class KVGroup:
 
     Attributes:
         window: number of last positions whose keys and values are kept; None = all positions.
-        planes: number of arrays of a layer: 2 = keys and values, 1 = keys only, whose first numbers are also the values (MLA).
-        layers: indices of the layers that write these keys and values, ascending. Other layers may read them.
+        arrays_per_layer: 2 = keys and values, 1 = keys only: with MLA the first numbers of a key are also its value.
+        layers: indices of the layers that write these keys and values, ascending. Other layers may share them.
     """
 
     window: int | None
     num_kv_heads: int
     head_size: int
-    planes: int
+    arrays_per_layer: int
     layers: tuple[int, ...]
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Return [planes * layers, num_blocks, K, block_size, D]: keys of the i-th layer at planes * i, values, if separate, after them."""
-        return self.planes * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
+        """Return [arrays_per_layer * layers, num_blocks, K, block_size, D]: for each layer the keys, then the values if separate."""
+        return self.arrays_per_layer * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
     def stored_shape(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int, int, int]:
-        """Return [planes * layers, num_blocks, K, bytes]: `shape`, with the bytes of all positions of a block for [block_size, D]."""
-        return self.planes * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
+        """Return `shape` with [block_size, D] replaced by the number of bytes of a block of one head."""
+        return *self.shape(num_blocks, block_size)[:3], block_size * kv_cache_dtype.row_bytes(self.head_size)
 
     def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
         """Return the bytes that one position takes in the KV caches of these layers."""
@@ -78,7 +78,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder network, independent of the file format.
+    """Configuration of a decoder network, independent of the file format.
 
     Attributes:
         max_positions: number of tokens of the longest supported text.
@@ -148,21 +148,21 @@ class ModelConfig:
         Args:
             by_window: a layer with a sliding window keeps only the positions in it. False = every layer keeps all positions.
         """
-        found: dict[tuple[int | None, int, int, int], list[int]] = {}
+        layers_by_shape: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, mixer in self.attention_layers.items():
             if mixer.kv_layer is None:
                 sizes = (mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size, 2 if mixer.latent is None else 1)
-                found.setdefault(sizes, []).append(index)
-        return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in found.items())
+                layers_by_shape.setdefault(sizes, []).append(index)
+        return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in layers_by_shape.items())
 
     @property
-    def windows(self) -> tuple[KVGroup, ...]:
-        """Return the groups of layers with a sliding window."""
+    def sliding_kv_groups(self) -> tuple[KVGroup, ...]:
+        """Return the KV groups of layers with a sliding window."""
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
     def block_table_index(self, layer: int) -> int:
-        """Return which block tables a layer uses: 0 = those of full attention, i + 1 = those of the group `windows[i]`."""
-        return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
+        """Return the index of the block table of a layer: 0 = full attention, i + 1 = the group `sliding_kv_groups[i]`."""
+        return next((number for number, group in enumerate(self.sliding_kv_groups, 1) if layer in group.layers), 0)
 
     def kv_source(self, layer: int) -> int:
         """Return the layer whose keys and values `layer` reads: itself, or an earlier layer that shares them."""
@@ -172,7 +172,7 @@ class ModelConfig:
 
     @property
     def rope_variants(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """Return the distinct pairs of rotary settings and head size, in layer order."""
+        """Return the distinct pairs (rotary settings, head size) of all attention layers, in layer order."""
         rotating = [mixer for mixer in self.attention_layers.values() if mixer.has_rope_embedding]
         return tuple(dict.fromkeys((rope, mixer.rotary_head_size) for mixer in rotating for rope in (mixer.rope, mixer.key_rope)))
 
@@ -199,7 +199,7 @@ class ModelConfig:
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_context(self, max_model_len: int | None) -> "ModelConfig":
-        """Return the network for a run of up to `max_model_len` positions; None = the original context length.
+        """Return the config for a run of up to `max_model_len` positions; None = the original context length.
 
         Some rope types have frequencies that depend on the context length. If `max_model_len` is at most the original context length,
         the original frequencies are used and `max_positions` becomes the original length. Otherwise frequencies fit `max_model_len`.
@@ -223,14 +223,14 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "logit_scale": (None, 1),
 }
-"""Fields that change the network without a tensor, and the values with which they do not. Families that do not read a field need them."""
+"""Fields that change the computation, and their values without effect. A family that does not read a field accepts only these values."""
 
 
 _WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **FLOAT_TYPES}
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read the network of a Hugging Face checkpoint directory, from config.json and generation_config.json.
+    """Read the config.json and generation_config.json of a Hugging Face checkpoint directory.
 
     Raises:
         CheckpointError: A file is missing or malformed, a value is missing or out of range, or the model is not supported.
@@ -242,12 +242,12 @@ def read_config(directory: Path) -> ModelConfig:
             raise no_model_error(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
     values = text_model_fields(contents)
-    if has_conflicting_ties(contents):
+    if has_conflicting_tied_embeddings(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    find_container(values, path, find_family(values, path))  # raises an error if the method is not supported
+    find_container(values, path, find_family(values, path))  # raises an error if the quantisation method is not supported
     weight_type = None if _dtype_name(values) else _parse_weight_type(most_common_dtype(directory, tuple(FLOAT_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
-    return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
+    return config_from_values(values, path, generation=generation, weight_type=weight_type, allows_quantized_weights=True)
 
 
 def config_from_values(
@@ -256,16 +256,16 @@ def config_from_values(
     *,
     generation: Mapping[str, Any] | None = None,
     weight_type: WeightType | None = None,
-    may_be_packed: bool = False,
+    allows_quantized_weights: bool = False,
 ) -> ModelConfig:
-    """Read the network from the values of a config.json.
+    """Return the model configuration for the fields of a config.json.
 
     Args:
         values: the fields of config.json, or the same fields derived from another format.
-        path: the file that errors name.
+        path: the file named in errors.
         generation: the contents of generation_config.json.
-        weight_type: None = the dtype that `values` states.
-        may_be_packed: accept quantised weights in a supported container. False = refuse them.
+        weight_type: float type of the weights; None = the dtype in `values`.
+        allows_quantized_weights: accept quantised weights in a supported container. False = refuse them.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the model is not supported.
@@ -276,8 +276,8 @@ def config_from_values(
     recorded = RecordedFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}})
     fields = JsonFields(recorded, path)
     try:
-        if not may_be_packed:
-            _refuse_quantised_head(fields, family)
+        if not allows_quantized_weights:
+            _refuse_quantized_head(fields, family)
         config = _build_config(fields, family, generation, weight_type)
     except CheckpointError as error:  # Replace a field's common name in the error by the alias that the file uses.
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
@@ -290,11 +290,11 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
     path = fields.path
     _refuse_unsupported_settings(fields, family)
     builder = LayerBuilder(fields, family)
-    layers = family.layers(builder)
+    layers = family.build_layers(builder)
     generation = generation or {}
     generation_fields = JsonFields(generation, path.with_name("generation_config.json"))
-    embedding_scale, logit_scale = _read_scales(fields, family)
-    end_ids = (*generation_fields.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))  # either file may lack some
+    embedding_scale, logit_scale = _read_embedding_and_logit_scales(fields, family)
+    end_ids = (*generation_fields.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))  # either file may lack some of the ids
     config = ModelConfig(
         family=family.name,
         vocab_size=fields.integer("vocab_size"),
@@ -329,16 +329,16 @@ def _read_recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str
 
 def _read_per_layer_vocab_size(fields: JsonFields, family: Family) -> int:
     size, vocab_size = fields.integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
-    if size < vocab_size and not family.has_partial_layer_table:
+    if size < vocab_size and not family.has_partial_per_layer_embedding:
         raise CheckpointError(
             f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
         )
     return size
 
 
-def _read_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
+def _read_embedding_and_logit_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
     """Return the factors of embedding rows and of logits."""
-    if family.has_multipliers:
+    if family.has_embedding_and_logit_multipliers:
         embedding, lm_head, logits = (
             fields.positive_number(name, 1.0) for name in ("embedding_multiplier", "lm_head_multiplier", "logits_scaling")
         )
@@ -347,10 +347,10 @@ def _read_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
 
 
 def check_rope(config: ModelConfig, path: Path) -> None:
-    """Refuse too large head sizes, before memory for them is allocated, and rotary parameters without finite frequencies.
+    """Refuse head sizes above the limit, and rotary parameters that give infinite or NaN frequencies.
 
     Raises:
-        CheckpointError: `path` has such parameters.
+        CheckpointError: A head size or rotary parameter in `path` is refused.
     """
     largest = max((mixer.head_size for mixer in config.attention_layers.values()), default=0)
     if largest > MAX_HEAD_SIZE:
@@ -361,7 +361,7 @@ def check_rope(config: ModelConfig, path: Path) -> None:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
                     last = query_scales(rope, np.array([config.max_positions]))
-                    angles = frequencies * np.float32(2**31)  # the largest angle at any supported position
+                    angles = frequencies * np.float32(2**31)  # upper bound of the angle at the last supported position
                     is_usable = all(bool(np.isfinite(part).all()) for part in (angles, np.float32(factor), last))
             except (ArithmeticError, ValueError):
                 is_usable = False
@@ -372,7 +372,7 @@ def check_rope(config: ModelConfig, path: Path) -> None:
 def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
     """Refuse settings that change the computation in a way that is not implemented for the family."""
     if fields.values.get("is_causal") is False:
-        raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
+        raise CheckpointError(f"{fields.path}: is_causal is false: embedding models are not supported")
     for name, only in family.fixed_fields.items():
         given = fields.values.get(name)
         if given not in (None, only):
@@ -380,7 +380,7 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
 
 
 def _refuse_unread_settings(fields: Mapping[str, Any], names_read: set[str], family: Family, path: Path) -> None:
-    """Refuse settings that change the computation and that the family does not read. transformers would ignore them."""
+    """Refuse settings that would change the computation but that the family does not read."""
     for name, neutral in _NEUTRAL_VALUES.items():
         if name not in names_read and fields.get(name) not in neutral:
             raise CheckpointError(
@@ -392,11 +392,11 @@ def _as_json(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else shortened(value)
 
 
-def _refuse_quantised_head(fields: JsonFields, family: Family) -> None:
+def _refuse_quantized_head(fields: JsonFields, family: Family) -> None:
     """Refuse a drafting head with quantised weights. Only target models may have them (`containers/table.py`)."""
-    container = find_container(fields.values, fields.path, family, reads_side_files=False)
+    container = find_container(fields.values, fields.path, family, reads_settings_files=False)
     if container is not None:
-        raise CheckpointError(f"{fields.path}: the weights are quantised ({container.name}), which only models may be: use another head")
+        raise CheckpointError(f"{fields.path}: quantised drafting heads ({container.name}) are not supported: use another head")
 
 
 def _dtype_name(values: Mapping[str, Any]) -> str | None:

@@ -8,27 +8,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-RUN = 32
-"""4-bit codes are packed in runs of 32 columns. Byte j of a run's 16 bytes holds code j in its low and code j + 16 in its high 4 bits."""
-SUPER_BLOCK = 256
+RUN_COLUMNS = 32
+"""Number of columns in a run, the unit of packed 4-bit codes. Byte j of 16 holds code j in its low, code j + 16 in its high 4 bits."""
+SUPER_BLOCK_COLUMNS = 256
 """Number of columns in a super-block of a K-quant (GGUF's types Q2_K to Q6_K)."""
 DOUBLED_E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the values of the 16 codes of E2M1, so that they are integers. The values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 Source: OCP Microscaling Formats 1.0, section 5.3.3."""
-_HALF = 128
+_HALF_COLUMNS = 128  # number of columns in half a super-block
 _SCALE_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
-"""Bytes of a super-block's scales and minimums in the kernels' layout, for each float16 and for all others, by (bits, has minimums)."""
+"""By (bits of a code, has minimums): bytes for each float16 scale (and minimum) of a super-block, and for its 4- to 8-bit factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuperBlocks:
-    """The scales and minimums of a K-quant in the two parts that GGUF stores.
+    """The scales and minimums of a K-quant, as GGUF stores them: as products of a float16 number and a small integer.
 
     The scale of a group is scales * factors, its minimum -(minimums * minimum_factors). Both products are exact in float32.
 
     Attributes:
         code_bits: number of bits of a code in the file, 2 to 6. `GroupedMatrix.codes` has 4 or 8 bits.
-        scales: [N, K / 256] float16, or [N, K / 128] after reordering.
+        scales: [N, K / 256] float16, or [N, K / 128] after `reorder_runs`.
         factors: [N, K / group_size] uint8 of 4 or 6 bits; int8 if there are no minimums.
         minimums, minimum_factors: like scales and factors; None = there are no minimums.
     """
@@ -49,40 +49,40 @@ class SuperBlocks:
         """Return a copy with `change` applied to every array."""
         return SuperBlocks(self.code_bits, *map(change, self.arrays))
 
-    def reorder_runs(self, runs: NDArray[np.int64]) -> "SuperBlocks | None":
+    def reorder_runs(self, run_order: NDArray[np.int64]) -> "SuperBlocks | None":
         """Return a copy with runs of 32 columns reordered; None if the order does not keep halves of super-blocks together.
 
         Args:
-            runs: [K / 32] for each run of the result its present index.
+            run_order: [K / 32] for each run of the result the index of the run in this matrix.
         """
-        if columns_per_float16_scale(runs) is None:
+        if columns_per_float16_scale(run_order) is None:
             return None
-        halves = runs[:: _HALF // RUN] // (_HALF // RUN)
+        halves = run_order[:: _HALF_COLUMNS // RUN_COLUMNS] // (_HALF_COLUMNS // RUN_COLUMNS)
         repeated = len(halves) // self.scales.shape[1]
         return self.map_arrays(
-            lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else _reorder_runs(array, runs)
+            lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else _reorder_runs(array, run_order)
         )
 
 
-def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
-    """Return how many neighbouring columns share a float16 scale after runs of 32 columns are reordered: 256, 128, or None if fewer."""
-    if runs is None:
-        return SUPER_BLOCK
-    run_halves = runs.reshape(-1, _HALF // RUN) if len(runs) % (SUPER_BLOCK // RUN) == 0 else None
-    is_whole = run_halves is not None and not (run_halves[:, 0] % (_HALF // RUN)).any() and (np.diff(run_halves) == 1).all()
-    return _HALF if is_whole else None
+def columns_per_float16_scale(run_order: NDArray[np.int64] | None) -> int | None:
+    """Return how many neighbouring columns share a float16 scale after runs of 32 columns are reordered: 256 or 128; None = fewer."""
+    if run_order is None:
+        return SUPER_BLOCK_COLUMNS
+    run_halves = run_order.reshape(-1, _HALF_COLUMNS // RUN_COLUMNS) if len(run_order) % (SUPER_BLOCK_COLUMNS // RUN_COLUMNS) == 0 else None
+    is_whole = run_halves is not None and not (run_halves[:, 0] % (_HALF_COLUMNS // RUN_COLUMNS)).any() and (np.diff(run_halves) == 1).all()
+    return _HALF_COLUMNS if is_whole else None
 
 
-def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
-    """Return the bytes of a K-quant in the kernels' layout (super_blocks.c, low_bit_blocks.c). `block` columns share a float16 scale."""
+def super_blocks_nbytes(num_weights: int, code_bits: int, scale_columns: int, *, has_minimums: bool) -> int:
+    """Return the bytes of a K-quant in the kernels' layout, in which `scale_columns` columns share a float16 scale."""
     bytes_per_float16, other_bytes = _SCALE_BYTES[code_bits, has_minimums]
-    scale_bytes = bytes_per_float16 * (SUPER_BLOCK // block) + other_bytes
-    return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + scale_bytes)
+    scale_bytes = bytes_per_float16 * (SUPER_BLOCK_COLUMNS // scale_columns) + other_bytes
+    return num_weights // SUPER_BLOCK_COLUMNS * (SUPER_BLOCK_COLUMNS * code_bits // 8 + scale_bytes)
 
 
-def _reorder_runs(array: NDArray[Any], runs: NDArray[np.int64]) -> NDArray[Any]:
+def _reorder_runs(array: NDArray[Any], run_order: NDArray[np.int64]) -> NDArray[Any]:
     """Return codes, scales or minimums with runs of 32 columns reordered."""
-    return array.reshape(len(array), len(runs), -1).take(runs, 1).reshape(array.shape)
+    return array.reshape(len(array), len(run_order), -1).take(run_order, 1).reshape(array.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class GroupedMatrix:
         bits: number of bits of a code, 4 or 8.
         zero_point: integer that is subtracted from every code.
         table: [16] int8 values of 4-bit codes, only without minimums and zero point; None = the value of a code is the code.
-        super_blocks: scales and minimums of a K-quant in a smaller form; None = no K-quant, or reordering split its super-blocks.
+        super_blocks: scales and minimums of a K-quant in a smaller form; None = no K-quant, or `reorder_runs` split its super-blocks.
     """
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
@@ -113,10 +113,10 @@ class GroupedMatrix:
         """Refuse group sizes that the kernels do not support.
 
         Raises:
-            ValueError: The group size is no multiple of 16 or, with 4-bit codes, neither 16 nor a multiple of 32.
+            ValueError: The group size is not a multiple of 16 or, with 4-bit codes, neither 16 nor a multiple of 32.
         """
         columns, groups = self.shape[1], self.scales.shape[1]
-        is_whole = self.group_size % (16 if self.bits == 8 or self.group_size == 16 else RUN) == 0
+        is_whole = self.group_size % (16 if self.bits == 8 or self.group_size == 16 else RUN_COLUMNS) == 0
         if self.bits not in (4, 8) or columns % groups or not is_whole:
             raise ValueError(f"{columns} columns of {self.bits} bits in {groups} groups: a group has 16 or a multiple of 32 columns")
 
@@ -142,7 +142,7 @@ class GroupedMatrix:
         if (blocks := self.super_blocks) is None:
             return sum(array.nbytes for array in self.arrays)
         rows, columns = self.shape
-        return super_blocks_size(
+        return super_blocks_nbytes(
             rows * columns, blocks.code_bits, columns // blocks.scales.shape[1], has_minimums=blocks.minimums is not None
         )
 
@@ -152,14 +152,14 @@ class GroupedMatrix:
         blocks = None if self.super_blocks is None else self.super_blocks.map_arrays(lambda array: array[rows])
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], minimums=minimums, super_blocks=blocks)
 
-    def reorder_runs(self, runs: NDArray[np.int64]) -> "GroupedMatrix":
+    def reorder_runs(self, run_order: NDArray[np.int64]) -> "GroupedMatrix":
         """Return a copy with runs of 32 columns reordered. Groups must not be longer than a run.
 
         Args:
-            runs: [K / 32] for each run of the result its present index.
+            run_order: [K / 32] for each run of the result the index of the run in this matrix.
         """
-        codes, scales, *minimums = (_reorder_runs(array, runs) for array in self.arrays)
-        blocks = None if self.super_blocks is None else self.super_blocks.reorder_runs(runs)
+        codes, scales, *minimums = (_reorder_runs(array, run_order) for array in self.arrays)
+        blocks = None if self.super_blocks is None else self.super_blocks.reorder_runs(run_order)
         return replace(self, codes=codes, scales=scales, minimums=minimums[0] if minimums else None, super_blocks=blocks)
 
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
@@ -188,21 +188,21 @@ def convert_in_chunks(convert: Callable[[slice], None], num_rows: int, chunk_row
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack [N, K] codes of 0 to 15 into [N, K / 2] bytes, in runs of 32. K is a multiple of 32."""
-    runs = codes.reshape(len(codes), -1, 2, RUN // 2)
+    runs = codes.reshape(len(codes), -1, 2, RUN_COLUMNS // 2)
     packed: NDArray[np.uint8] = runs[:, :, 0] | (runs[:, :, 1] << np.uint8(4))
     return packed.reshape(len(codes), codes.shape[1] // 2)
 
 
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Unpack [N, K / 2] bytes to [N, K] codes, the inverse of `pack_nibbles`."""
-    halves = packed.reshape(len(packed), packed.shape[1] * 2 // RUN, 1, RUN // 2)
+    halves = packed.reshape(len(packed), packed.shape[1] * 2 // RUN_COLUMNS, 1, RUN_COLUMNS // 2)
     return np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(len(packed), packed.shape[1] * 2)
 
 
 def pack_pairs_in_runs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Repack codes from bytes of two neighbouring columns (the first in the low 4 bits) to the order of `pack_nibbles`."""
-    blocks = pairs.reshape(len(pairs), -1, RUN // 2)
-    first_16, last_16 = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]
+    blocks = pairs.reshape(len(pairs), -1, RUN_COLUMNS // 2)
+    first_16, last_16 = blocks[..., : RUN_COLUMNS // 4], blocks[..., RUN_COLUMNS // 4 :]
     packed = np.empty(blocks.shape, np.uint8)
     packed[..., 0::2] = (first_16 & np.uint8(15)) | (last_16 << np.uint8(4))
     packed[..., 1::2] = (first_16 >> np.uint8(4)) | (last_16 & np.uint8(240))
@@ -210,6 +210,6 @@ def pack_pairs_in_runs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def half_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return half of MXFP4's scales 2^(exponent - 127), because code values are doubled. The exponent 255 is NaN."""
+    """Return half of MXFP4's scales 2^(exponent - 127), because `DOUBLED_E2M1_VALUES` are doubled. The exponent 255 is NaN."""
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
     return np.where(exponents == 255, np.float32(np.nan), scales)

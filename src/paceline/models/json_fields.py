@@ -11,11 +11,7 @@ MAX_FLOAT32 = 3.4028234e38
 
 
 class RecordedFields(dict[str, Any]):
-    """The fields of a JSON file.
-
-    Attributes:
-        names_read: fields that were read, present or absent.
-    """
+    """The fields of a JSON file. `names_read` has the names that were looked up, present or absent."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -37,19 +33,19 @@ class JsonFields:
     values: Mapping[str, Any]
     path: Path
 
-    def integer(self, name: str, default: int | None = None, *, null: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        """Return an integer from `least` to `most`. An absent field has the value `default`, JSON's null the value `null` or `default`."""
+    def integer(self, name: str, default: int | None = None, *, null: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        """Return an integer in a range. An absent field has the value `default`, JSON's null the value `null`, or `default` if unset."""
         value = self.values.get(name, default)
         if value is None:
             value = default if null is None else null
         if value is None:
             raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a supported decoder")
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from {least} to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from {minimum} to {maximum}")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """Return a number in the range of float32, or None if absent or null."""
+        """Return a number in the range of float32; None if the field is absent or null."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -90,7 +86,7 @@ class JsonFields:
         return tuple(float(item) for item in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a boolean; null counts as absent."""
+        """Return a boolean. An absent field or null has the value `default`."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):

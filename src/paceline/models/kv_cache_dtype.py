@@ -2,11 +2,11 @@
 
 from enum import Enum
 
-_VECTOR = 16  # in the cache, a head is padded to a multiple of 16 values
+_HEAD_PADDING_VALUES = 16  # in the cache, a head's key or value is padded to a multiple of 16 numbers
 
 
 class KVCacheDtype(Enum):
-    """Data type of cached keys and values. In int8, a head's key (or value) at a position has a float32 scale."""
+    """Data type of cached keys and values. With int8, each head's key and value at a position has a float32 scale."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -20,4 +20,4 @@ class KVCacheDtype(Enum):
 
     def row_bytes(self, head_size: int) -> int:
         """Return the size in bytes of a head's key (or value) at one position, with padding and scale."""
-        return -(-head_size // _VECTOR) * _VECTOR * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)
+        return -(-head_size // _HEAD_PADDING_VALUES) * _HEAD_PADDING_VALUES * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)

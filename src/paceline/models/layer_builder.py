@@ -13,7 +13,7 @@ from paceline.models.layers import (
     ExpertMLP,
     ExpertRouting,
     LayerConfig,
-    share_equal,
+    share_equal_layers,
 )
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
@@ -34,7 +34,7 @@ _UNGATED_ACTIVATIONS = {"relu2": Activation.RELU}
 
 
 class LayerBuilder:
-    """Builds the layers of a model. `Family.layers` calls the methods with what is special about the family.
+    """Builds the layers of a model. `Family.build_layers` calls its methods with the options of the family.
 
     Attributes:
         num_heads, num_kv_heads, head_size: sizes of attention, as in `AttentionConfig`.
@@ -49,7 +49,7 @@ class LayerBuilder:
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
         count = family.count_layers
-        self.num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
+        self.num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS) if count is None else count(fields)
         self.num_heads, self.num_kv_heads, self.head_size = _read_head_counts(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
         if family.has_local_rope:
@@ -79,7 +79,7 @@ class LayerBuilder:
         """Return the settings of full attention, with the sizes in config.json and a scale of 1 / sqrt(head size).
 
         Args:
-            output_bias: the o projection has a bias; None = if `bias` is set.
+            output_bias: the o projection has a bias; None = same as `bias`.
             settings: further settings of `AttentionConfig`, which take precedence.
         """
         usual = {
@@ -103,8 +103,7 @@ class LayerBuilder:
         """Return a dense MLP.
 
         Args:
-            width: number of its hidden values; None = that of the field `width_field`.
-            width_field: name of the config.json field for its width.
+            width: number of hidden values; None = the config.json field `width_field`.
             activations: supported activations by their names in config.json; None = those of most families.
         """
         field, known = self.family.activation_field, activations or (ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS)
@@ -124,11 +123,11 @@ class LayerBuilder:
         """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.
 
         Args:
-            count_fields: possible names of the field for the number of experts of a token.
+            count_fields: possible names of the config.json field for the number of experts that a token uses.
         """
         fields = self.fields
         names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
-        num_experts = fields.integer(names[0] if names else "num_experts", most=MAX_EXPERTS)
+        num_experts = fields.integer(names[0] if names else "num_experts", maximum=MAX_EXPERTS)
         name = next((name for name in count_fields if fields.values.get(name) is not None), count_fields[0])
         num_experts_per_token = fields.integer(name)
         if num_experts_per_token > num_experts:
@@ -160,7 +159,7 @@ class LayerBuilder:
         if has_rope:
             mixers = [replace(mixer, has_rope_embedding=rotates) for mixer, rotates in zip(mixers, has_rope, strict=True)]
         mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
-        return share_equal(LayerConfig(mixer=mixer, mlp=own, **settings) for mixer, own in zip(mixers, mlps, strict=True))
+        return share_equal_layers(LayerConfig(mixer=mixer, mlp=own, **settings) for mixer, own in zip(mixers, mlps, strict=True))
 
     def sliding_attention(self, attention: AttentionConfig) -> AttentionConfig:
         """Return the same attention with the window `sliding_window` and the rotary settings of layers with a window."""
@@ -168,22 +167,23 @@ class LayerBuilder:
         return replace(attention, window=None if window is None or window >= self.max_positions else window, rope=self.local_rope)
 
     def require_rope_parameters(self) -> None:
-        """Refuse a config.json without rotary settings: those of the family have no usual values."""
+        """Refuse a config.json without rotary settings, for families that have no default settings."""
         if not any(self.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
             raise CheckpointError(f"{self.fields.path} has no 'rope_parameters', which a model of family {self.family.name} needs")
 
-    def sliding_layers(self, pattern: int | None = None, *, first: int | None = None) -> list[bool]:
+    def sliding_layers(self, full_attention_interval: int | None = None, *, first_full_layer: int | None = None) -> list[bool]:
         """Return for each layer whether it has a sliding window, from the field `layer_types`.
 
         Args:
-            pattern: without `layer_types`, every `pattern`-th layer has full attention; None = read `sliding_window_pattern`.
-            first: the first of these layers; None = layer `pattern` - 1.
+            full_attention_interval: without `layer_types`, every so many layers one has full attention; None = `sliding_window_pattern`.
+            first_full_layer: index of the first layer with full attention; None = `full_attention_interval` - 1.
         """
         known = ("sliding_attention", "full_attention")
         types = self.layer_values("layer_types", lambda kind: kind in known, " or ".join(known))
         if types is None:
-            pattern = pattern or self.fields.integer("sliding_window_pattern")
-            return [(layer - (pattern - 1 if first is None else first)) % pattern > 0 for layer in range(self.num_layers)]
+            full_attention_interval = full_attention_interval or self.fields.integer("sliding_window_pattern")
+            first = full_attention_interval - 1 if first_full_layer is None else first_full_layer
+            return [(layer - first) % full_attention_interval > 0 for layer in range(self.num_layers)]
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:
@@ -207,7 +207,7 @@ def _read_head_counts(fields: JsonFields) -> tuple[int, int, int]:
         )
     if fields.values.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(
-            f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
+            f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is not a multiple of num_attention_heads = {num_heads}"
         )
     head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if head_size % 2:

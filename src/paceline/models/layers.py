@@ -36,15 +36,15 @@ class QKNorm(Enum):
     HEAD = "head"  # one norm for each head
     HEAD_AFTER_ROPE = "head_after_rope"
     UNWEIGHTED_HEAD = "unweighted_head"  # one norm for each head, without a weight
-    WIDTH = "width"  # one norm over the values of all heads
+    ALL_HEADS = "all_heads"  # one norm over the values of all heads
 
 
 class AttentionGate(Enum):
-    """Which values of an attention layer's output have a gate of their own."""
+    """Granularity of the sigmoid gate on an attention layer's output."""
 
     NONE = "none"
-    VALUE = "value"  # each value of each head
-    HEAD = "head"  # each head
+    VALUE = "value"  # one gate for each value of each head
+    HEAD = "head"  # one gate for each head
 
 
 class NormOrder(Enum):
@@ -70,13 +70,13 @@ class NormOrder(Enum):
 class LatentProjections:
     """The projections of multi-head latent attention (MLA). The key of a token is [c, r], its value is c, and all heads share them.
 
-    c is a latent of rank values, the RMS norm of a projection of the layer's input; r has `rope_size` values, which rotate. Up-projections
-    of c to keys and values of a head are applied to queries and outputs instead, which is the same function ("absorbed"): a query is
-    [k_up q, rotated values], and the output of a head is v_up times the weighted sum of the latents.
+    c is the latent: a projection of the layer's input to `rank` values, after an RMS norm. r has `rope_size` rotated values. The
+    up-projections of c are absorbed into queries and outputs, which gives the same result. A query is then [k_up q, rotated values], and
+    the output of a head is v_up times the weighted sum of the latents.
 
     Attributes:
         query_rank: rank of the latent that queries are projected from; 0 = queries are projected from the layer's input.
-        query_size: number of values in a head of a query that do not rotate, before k_up (`qk_nope_head_dim`).
+        unrotated_size: number of values in a query head that do not rotate, before k_up (`qk_nope_head_dim`).
         rope_size: number of values in a head that rotate, after the others (`qk_rope_head_dim`).
         value_size: number of values in the output of a head, after v_up (`v_head_dim`).
         norm_eps: epsilon of the norms of both latents.
@@ -85,7 +85,7 @@ class LatentProjections:
     """
 
     query_rank: int
-    query_size: int
+    unrotated_size: int
     rope_size: int
     value_size: int
     norm_eps: float = 1e-6
@@ -105,7 +105,7 @@ class AttentionConfig:
         output_bias: the o projection has a bias.
         has_sinks: each query head has a learned sink logit in the softmax.
         has_value_norm: each head of the values is normalised, without a weight.
-        has_keys_as_values: there is no v projection: values are the projected keys, before norm and rotation.
+        has_keys_as_values: values are the projected keys before norm and rotation; there is no v projection.
         gate: how the input of the o projection is multiplied by the sigmoid of another projection of the layer's input.
         kv_layer: index of the layer whose KV cache is read; None = the layer's own.
         value_scale: values are multiplied by it.
@@ -140,7 +140,7 @@ class AttentionConfig:
 
     @property
     def latent_size(self) -> int:
-        """Return how many of the first values of a key are the value, too; 0 = values are cached separately."""
+        """Return how many of a key's first numbers are also its value (MLA); 0 = values are cached separately."""
         return 0 if self.latent is None else self.head_size - self.latent.rope_size
 
     @property
@@ -155,28 +155,28 @@ class AttentionConfig:
 
     @property
     def kv_size(self) -> int:
-        """Return the number of values in all keys of a token, which is also that in all value vectors."""
+        """Return the number of values in all keys of a token. All value vectors have as many."""
         return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentStateShape:
-    """Shape of a recurrent state: `heads` matrices [rows, columns]. Consecutive heads share one of `key_heads` keys and queries."""
+    """Shape of a recurrent state: `num_heads` matrices [rows, columns]. Consecutive heads share one of `num_key_heads` keys and queries."""
 
-    heads: int
+    num_heads: int
     rows: int
     columns: int
-    key_heads: int
+    num_key_heads: int
 
     @property
     def key_width(self) -> int:
-        """Return the number of values in all keys of a token, which is also that in all queries."""
-        return self.key_heads * self.rows
+        """Return the number of values in all keys of a token. All queries have as many."""
+        return self.num_key_heads * self.rows
 
     @property
     def value_width(self) -> int:
         """Return the number of values in all value vectors of a token."""
-        return self.heads * self.columns
+        return self.num_heads * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,14 +184,14 @@ class GatedDeltaConfig:
     """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
     Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
-    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = beta_scale * sigmoid(b), a token computes
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = beta_scale * sigmoid(b), a token updates the state to
     S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
         kernel_size: number of tokens that the convolution spans, the current one included.
         beta_scale: 2 allows negative eigenvalues of the state's transition.
         has_separate_projections: queries, keys and values have a projection and a convolution each. False = they share both.
-        norm_eps: epsilon of the output's norm; None = that of the network's other norms.
+        norm_eps: epsilon of the output's norm; None = `ModelConfig.norm_eps`.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
     """
@@ -207,7 +207,9 @@ class GatedDeltaConfig:
 
     @property
     def state_shape(self) -> RecurrentStateShape:
-        return RecurrentStateShape(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
+        return RecurrentStateShape(
+            num_heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, num_key_heads=self.num_key_heads
+        )
 
     @property
     def channels(self) -> int:
@@ -228,7 +230,7 @@ class Mamba2Config:
     """A Mamba-2 mixer after a short convolution of x, B and C, concatenated in this order.
 
     Each head has a state S [state_size, head_size] and uses B and C of its group. With dt = softplus(dt + bias), clamped to `dt_limits`, a
-    token computes S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
+    token updates the state to S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
 
     Attributes:
         kernel_size: as in `GatedDeltaConfig`.
@@ -258,7 +260,7 @@ class Mamba2Config:
 
     @property
     def state_shape(self) -> RecurrentStateShape:
-        return RecurrentStateShape(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
+        return RecurrentStateShape(num_heads=self.num_heads, rows=self.state_size, columns=self.head_size, num_key_heads=self.num_groups)
 
     @property
     def channels(self) -> int:
@@ -297,11 +299,11 @@ class DenseMLP:
     """A dense MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
-        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, else
-            down(activation(up(x)) * up(x)): with ReLU, squared ReLU.
-        gate_scale, output_scale: factors of the gate projection's result, before the activation, and of the MLP's output.
-        top_k_factor: the gate projection's result becomes max(x - mean(x) - top_k_factor * std(x), 0), which is zero for all but about the
-            largest k values if they have a normal distribution (Gemma 3n); None = it is unchanged.
+        has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, and
+            down(activation(up(x)) * up(x)) with other activations: ReLU then gives squared ReLU.
+        gate_scale, output_scale: factors of the gate projection's result before the activation, and of the MLP's output.
+        top_k_factor: the gate projection's result x becomes max(x - mean(x) - top_k_factor * std(x), 0) before the activation (Gemma 3n's
+            Gaussian top-k); None = it is unchanged.
     """
 
     intermediate_size: int
@@ -322,16 +324,16 @@ class RouterScoring(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRouting:
-    """How a token selects experts: those with the highest scores, the first of equal ones. Their weighted outputs are added.
+    """How experts are selected for a token: those with the highest scores; of equal scores the first. Their weighted outputs are added.
 
     Attributes:
         bias: the router has a bias.
         is_normalized: weights are scores / (sum of selected scores + `epsilon`). False = weights are the scores.
-        factor: all weights are multiplied by it.
-        num_groups, chosen_groups: experts are divided into groups. Only experts of the `chosen_groups` groups whose `scores_per_group`
-            highest scores, 1 or 2, have the largest sum can be selected.
+        weight_factor: all weights are multiplied by it (`routed_scaling_factor`).
+        num_groups, num_selected_groups, scores_per_group: experts are divided into groups, and a group's score is the sum of its
+            `scores_per_group` (1 or 2) highest scores. Only experts of the `num_selected_groups` best groups can be selected.
         has_correction_bias: a learned bias is added to scores to select experts, but not to weights.
-        has_scales: the weight of each expert is multiplied by a learned scale of the expert.
+        has_expert_scales: the weight of each expert is multiplied by a learned scale of the expert.
 
     Source: Shazeer et al. 2017, section 2.1; groups: DeepSeek-V2 (2024), section 2.2; correction: DeepSeek-V3, section 2.1.2.
     """
@@ -342,12 +344,12 @@ class ExpertRouting:
     bias: bool = False
     is_normalized: bool = True
     epsilon: float = 0.0
-    factor: float = 1.0
+    weight_factor: float = 1.0
     num_groups: int = 1
-    chosen_groups: int = 1
+    num_selected_groups: int = 1
     scores_per_group: int = 2
     has_correction_bias: bool = False
-    has_scales: bool = False
+    has_expert_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,16 +358,16 @@ class ExpertMLP:
 
     Attributes:
         expert: the MLP of each expert.
-        shared: shared expert, an MLP that every token uses in addition; None = there is none.
+        shared_expert: an MLP that every token uses in addition to the selected experts; None = there is none.
         has_shared_gate: the shared expert's output is multiplied by the sigmoid of a learned projection of the input.
-        has_own_norms: router, experts and shared expert each have a norm for their input, and the last two for their output (Gemma 4).
+        has_own_norms: router, experts and shared expert have input norms; experts and shared expert also have output norms (Gemma 4).
         router_scale: the router's input is multiplied by it if `has_own_norms` is set.
         latent_size: width of the experts' input and output, to and from which the hidden state is projected; 0 = the hidden size.
     """
 
     routing: ExpertRouting
     expert: DenseMLP
-    shared: DenseMLP | None = None
+    shared_expert: DenseMLP | None = None
     has_shared_gate: bool = False
     has_own_norms: bool = False
     router_scale: float = 1.0
@@ -388,7 +390,7 @@ class AltUp:
     corrects the streams to p_i + (1 + correct(g(y))_i) (y - p_active).
 
     Attributes:
-        active_index: of the stream that layers compute.
+        active_index: index of the active stream.
         has_output_scale: the corrected active stream is multiplied by a learned vector before the gate of the per-layer input reads it.
 
     Source: Baykal et al. 2023, "Alternating Updates for Efficient Transformers", section 3; Gemma 3n's model in transformers 5.24.
@@ -420,19 +422,19 @@ class LayerConfig:
     """One layer. Equal layers share one object.
 
     Attributes:
-        mixer, mlp: one of the two may be None: the layer then has neither this part nor its norm.
-        parallel_mixer: a second mixer of the same input, whose output is added to that of `mixer`, an attention; None = there is none.
-        output_norm_eps: epsilon of the norms of what is added to the residual stream; None = that of the network's other norms.
+        mixer, mlp: None = the layer has neither this part nor its norm. At most one of the two is None.
+        parallel_mixer: a recurrent mixer with the same input as `mixer`, an attention; their outputs are added. None = there is none.
+        output_norm_eps: epsilon of the norms of mixer and MLP outputs; None = `ModelConfig.norm_eps`.
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
         has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
-        has_layer_norm: norms of the residual stream, and of what is added to it, are layer norms. False = RMS norms.
+        has_layer_norm: norms of inputs and outputs of mixer and MLP are layer norms. False = RMS norms.
         has_norm_bias: these norms have a bias.
         convolution: settings of convolutions before and after mixer and MLP; None = there are none.
-        altup: settings of alternating updates; None = there is one residual stream. With it, what the per-layer input gives is added to all
-            streams but the first.
-        laurel_rank: rank of a learned residual: norm(right(left(n))) + n is added after the mixer, where n is its input, and the sum is
-            divided by sqrt(2); 0 = there is none.
+        altup: settings of alternating updates; None = there is one residual stream. With `altup`, the gated per-layer input is added to
+            all streams except the first.
+        laurel_rank: rank of the learned residual norm(right(left(n))) + n, where n is the mixer's input. It is added after the mixer, and
+            the sum is divided by sqrt(2); 0 = there is none.
     """
 
     mixer: AttentionConfig | Recurrent | None
@@ -466,7 +468,7 @@ class LayerConfig:
         return self.mixer
 
 
-def share_equal(layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Return the layers with one object for all that are equal."""
-    known: dict[LayerConfig, LayerConfig] = {}
-    return tuple(known.setdefault(layer, layer) for layer in layers)
+def share_equal_layers(layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Return the layers, with one shared object for equal layers."""
+    unique: dict[LayerConfig, LayerConfig] = {}
+    return tuple(unique.setdefault(layer, layer) for layer in layers)

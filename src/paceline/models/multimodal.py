@@ -17,7 +17,7 @@ class MultimodalModel:
         text_type: `model_type` of the text model; None = `text_config` names it.
         default_text_type: `model_type` of the text model if `text_config` does not name it.
         text_config_defaults: defaults of the configuration class in transformers that differ from those of the text model's family.
-        may_be_flat: old files may have no `text_config`, but the text model's fields at the top level.
+        may_be_flat: old files may have no `text_config`; the text model's fields are then at the top level.
     """
 
     text_type: str | None = None
@@ -90,20 +90,20 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     text_type = model.text_type or text.get("model_type") or model.default_text_type
-    # eos_token_id at the top level takes precedence; quantisation settings there count if text_config has none or null.
+    # eos_token_id at the top level takes precedence; quantisation settings at the top level are used if text_config has none.
     outer_names = ("eos_token_id", "quantization_config", "quantization")
     from_outer = {
         name: outer[name] for name in outer_names if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))
     }
     sizes = _DEFAULT_SIZES.get(text_type, {}) if isinstance(text_type, str) else {}
     found = {**sizes, **model.text_config_defaults, **outer, **text, **from_outer, "model_type": text_type}
-    for name in ("rope_scaling", "rope_parameters"):  # mrope's three positions are equal for text tokens, so it is ordinary rope
+    for name in ("rope_scaling", "rope_parameters"):  # for text tokens mrope's three position ids are equal, which is ordinary rope
         if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}
     return found
 
 
-def has_conflicting_ties(values: Mapping[str, Any]) -> bool:
+def has_conflicting_tied_embeddings(values: Mapping[str, Any]) -> bool:
     """Return whether `tie_word_embeddings` differs between the top level and `text_config`."""
     text = values.get("text_config")
     if text_model_fields(values) is values or not isinstance(text, Mapping):

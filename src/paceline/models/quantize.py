@@ -1,4 +1,4 @@
-"""Quantise float matrices to groups of 4- or 8-bit codes at load.
+"""Quantise float matrices to 4- or 8-bit codes at load, with one scale for each group of columns.
 
 Scales are rounded to 12 significant bits. So `scale * code` is exact in float32, and every runtime computes with the same values.
 """
@@ -18,23 +18,23 @@ from paceline.models.grouped import GroupedMatrix, convert_in_chunks, pack_nibbl
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
-GROUPS = (128, 64, 32)
-_CHUNK_VALUES = 1 << 17  # number of values quantised at a time: temporary arrays then fit in the CPU cache
-_SCALE_BITS_DROPPED = 12  # low bits of a float32 scale that rounding clears: 12 of 24 significant bits
-_MAX_WEIGHT = np.float32(1e37)  # larger weights are refused: `scale * code` must stay finite; real weights are far smaller
-# small matrices; rounding them could select other experts, or other clusters of tokens in a Gemma 4 assistant
+GROUP_SIZES = (128, 64, 32)
+_CHUNK_VALUES = 1 << 17  # number of values quantised at a time, so that temporary arrays fit in the CPU cache
+_SCALE_BITS_DROPPED = 12  # number of low bits of a float32 scale that are rounded to 0, of 24 significant bits
+_MAX_WEIGHT = np.float32(1e37)  # larger weights are refused, so that `scale * code` stays finite; real weights are far smaller
+# not quantised: small matrices that select experts, or clusters of tokens in a Gemma 4 assistant; rounding could change the selection
 _UNQUANTIZED_NAMES = ("router", "shared_gate", "altup_router", "centroids")
 _MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values become zeros: their scale would be subnormal
-# Scales to try for a group, as the code that its largest value gets before clipping, which often lowers the total error. -7 clips nothing,
-# so no group gets worse than by plain rounding. A finer search lowers the error of int4 by 0.3 % and takes a third longer.
-_SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
+# int4 scales to try for a group: the value of largest magnitude gets one of these codes before clipping to -8..7. Clipping often lowers
+# the squared error; -7 clips nothing. A finer search lowers the error by 0.3 % and takes a third longer.
+_INT4_EXTREME_CODES = (-8.0, -7.0, -8.6, -9.3)
 
 
 def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
     """Return the average number of bits of a weight in matrices, scales included.
 
     Args:
-        quantization: the options with which matrices will be quantised; None = not at all.
+        quantization: options with which the matrices will be quantised at load; None = they are used as stored.
     """
     if quantization is not None:
         return quantization.bits
@@ -68,7 +68,7 @@ class QuantizationScheme:
 
 
 def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str = "the matrix") -> GroupedMatrix:
-    """Quantise `values` [N, K]. Each group gets the scale with the least squared error among a few, a group of zeros the scale 1.
+    """Quantise `values` [N, K]. Each group gets the scale with the smallest squared error of several; a group of zeros gets 1.
 
     Args:
         group_size: 32, 64 or 128, and a divisor of K.
@@ -79,7 +79,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str
         ConfigError: The number of bits or the group size is not supported.
     """
     rows, columns = values.shape
-    if bits not in (4, 8) or group_size not in GROUPS or columns % group_size:
+    if bits not in (4, 8) or group_size not in GROUP_SIZES or columns % group_size:
         raise ConfigError(
             f"{name} of width {columns} fits no {bits}-bit groups of {group_size}: use 4 or 8 bits and groups of 32, 64 or 128 "
             "that divide it"
@@ -91,7 +91,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str
 
 
 def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> QuantizationScheme | None:
-    """Return how a tensor is quantised; None = it is no matrix, excluded, already as small, or no group size divides its width.
+    """Return how a tensor is quantised; None = as stored: no matrix, excluded, already as few bits, or no group size divides its width.
 
     Args:
         is_also_lm_head: embeddings are tied, so the embedding is also the output matrix.
@@ -106,15 +106,15 @@ def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, i
 
 
 def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, QuantizationScheme]:
-    """Return for each tensor that is to be quantised how, in the order of `weights`."""
-    is_tied = not weights.has("lm_head.weight")
+    """Return the quantisation schemes of the tensors to quantise, by name, in the order of `weights`."""
+    is_tied = not weights.has_tensor("lm_head.weight")
     found = {name: quantization_scheme(name, weights.info(name), options, is_also_lm_head=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
 def largest_group_size(columns: int, max_size: int) -> int | None:
     """Return the largest supported group size up to `max_size` that divides `columns`; None if there is none."""
-    return next((group_size for group_size in GROUPS if group_size <= max_size and columns % group_size == 0), None)
+    return next((group_size for group_size in GROUP_SIZES if group_size <= max_size and columns % group_size == 0), None)
 
 
 def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *, num_threads: int = 1) -> GroupedTensor:
@@ -127,9 +127,9 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *,
     codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
     scales = np.empty((rows, columns // scheme.group_size), np.float32)
 
-    def quantize_rows(part: slice) -> None:
-        chunk = quantize_matrix(as_float32(tensor, part), bits=scheme.bits, group_size=scheme.group_size, name=name)
-        codes[part], scales[part] = chunk.codes, chunk.scales
+    def quantize_rows(row_range: slice) -> None:
+        chunk = quantize_matrix(as_float32(tensor, row_range), bits=scheme.bits, group_size=scheme.group_size, name=name)
+        codes[row_range], scales[row_range] = chunk.codes, chunk.scales
 
     convert_in_chunks(quantize_rows, rows, max(1, _CHUNK_VALUES // columns), num_threads)
     return GroupedTensor(GroupedMatrix(codes, scales, None, scheme.bits, scheme.zero_point), tensor.weight_type)
@@ -149,43 +149,43 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
 
 
 def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray]:
-    """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the largest value negative."""
+    """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the extreme value negative."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
-    extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
-    steps, bounds = (_SIGNED_STEPS, (-8.0, 7.0)) if bits == 4 else ((127.0,), (-127.0, 127.0))
-    return _choose_scales(groups, extreme, steps, bounds)
+    extremes = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
+    extreme_codes, bounds = (_INT4_EXTREME_CODES, (-8.0, 7.0)) if bits == 4 else ((127.0,), (-127.0, 127.0))
+    return _choose_scales(groups, extremes, extreme_codes, bounds)
 
 
 def _choose_scales(
-    groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: tuple[float, float]
+    groups: FloatArray, extremes: FloatArray, extreme_codes: Sequence[float], bounds: tuple[float, float]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the codes round(value / extreme * step), clipped to `bounds`, and their best scales, for the best step of each group."""
-    is_zero = np.abs(extreme) < _MIN_GROUP_MAGNITUDE
-    inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
-    unit = groups * inverse[..., None]
-    codes = np.empty_like(unit)
-    best = np.full(extreme.shape, -1, np.float32)
-    best_step, scales = np.empty_like(best), np.empty_like(best)
-    for step in steps:
-        _round_to_codes(unit, np.float32(step), bounds, codes)
-        projection = np.einsum("ngk,ngk->ng", unit, codes)
+    """Return the codes round(value / extreme * extreme_code) clipped to `bounds`, and scales, for the best extreme code of each group."""
+    is_zero = np.abs(extremes) < _MIN_GROUP_MAGNITUDE
+    inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extremes))
+    normalized = groups * inverse[..., None]
+    codes = np.empty_like(normalized)
+    best = np.full(extremes.shape, -1, np.float32)
+    best_code, scales = np.empty_like(best), np.empty_like(best)
+    for extreme_code in extreme_codes:
+        _round_to_codes(normalized, np.float32(extreme_code), bounds, codes)
+        projection = np.einsum("ngk,ngk->ng", normalized, codes)
         squared = np.maximum(np.einsum("ngk,ngk->ng", codes, codes), np.float32(1))
-        gain = projection * projection / squared  # how much less the squared error is than with a scale of 0
+        gain = projection * projection / squared  # decrease of the squared error compared with a scale of 0
         better = gain > best
         best = np.where(better, gain, best)
-        best_step = np.where(better, np.float32(step), best_step)
+        best_code = np.where(better, np.float32(extreme_code), best_code)
         scales = np.where(better, projection / squared, scales)
-    if len(steps) > 1:
-        _round_to_codes(unit, best_step[..., None], bounds, codes)
-    scales = _round_scales(scales * extreme)
+    if len(extreme_codes) > 1:
+        _round_to_codes(normalized, best_code[..., None], bounds, codes)
+    scales = _round_scales(scales * extremes)
     is_zero = np.abs(scales) < _MIN_GROUP_MAGNITUDE
     codes[is_zero] = 0
     return codes, np.where(is_zero, np.float32(1), scales)
 
 
-def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: tuple[float, float], out: FloatArray) -> None:
-    np.multiply(unit, step, out=out)
+def _round_to_codes(normalized: FloatArray, extreme_code: FloatArray | np.float32, bounds: tuple[float, float], out: FloatArray) -> None:
+    np.multiply(normalized, extreme_code, out=out)
     np.rint(out, out=out)
     np.clip(out, *bounds, out=out)
 

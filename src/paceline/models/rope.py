@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings for every rope type. Pairs of values j and j + R/2 rotate, where R values of a head rotate."""
+"""Frequencies of rotary embeddings for every rope type. Of R rotated values in a head, j and j + R/2 are a pair."""
 
 import math
 
@@ -16,11 +16,11 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
         and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: the rule
         published with Gemma 4. Deviation: types that depend on the context length use `rope.context_len` for a whole run. transformers
-        changes the length while a text grows.
+        recomputes the frequencies as a text grows.
     """
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
-    # float64, because numpy's float32 power is often one bit off, and large positions multiply the error.
+    # float64: numpy's float32 power is often one bit off, an error that large positions multiply.
     theta_powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
     with np.errstate(over="ignore", divide="ignore"):  # only pairs that do not rotate overflow (`check_rope`)
         unscaled = (np.float32(1.0) / theta_powers).astype(np.float32)
@@ -56,7 +56,7 @@ def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np
 
 
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
-    """Return the base. For the dynamic type it grows with the context length, so that the longest wavelength covers the context."""
+    """Return the base. With the dynamic type it grows with the context length, so that the longest wavelength covers the context."""
     if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
         return rope.theta
     growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
@@ -64,7 +64,7 @@ def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
 
 
 def _longrope_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return frequencies divided by the divisor of each pair. Long contexts have other divisors than the original length."""
+    """Return frequencies divided by `long_factors` for contexts above the original length, else by `short_factors`."""
     is_long = rope.context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
     return np.asarray(np.float32(1.0) / (divisors * theta_powers), np.float32)
@@ -77,7 +77,7 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return frequencies: low ones divided by the factor, high ones unchanged, those between interpolated."""
+    """Return frequencies: low ones divided by `factor`, high ones unchanged, frequencies in between interpolated."""
     wavelengths = np.float32(2 * math.pi) / unscaled
     longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
     shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
@@ -91,12 +91,12 @@ def _llama3_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDAr
 
 
 def _yarn_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
-    """Return frequencies: high ones unchanged, low ones divided by the factor, with a linear ramp between them."""
+    """Return frequencies: high ones unchanged, low ones divided by `factor`, with a linear ramp in between."""
 
-    def pair_with_rotations(num_rotations: float) -> float:
+    def pair_index(num_rotations: float) -> float:
         return head_size * math.log(rope.original_max_positions / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_with_rotations(rope.beta_fast), pair_with_rotations(rope.beta_slow)
+    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)

@@ -32,12 +32,12 @@ class RopeType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Settings of rotary embeddings: the base (theta) and how its frequencies are scaled. `models/rope.py` has the formulas.
+    """Settings of rotary embeddings: the base (theta) and the scaling of frequencies. `models/rope.py` has the formulas.
 
     Attributes:
         original_max_positions: context length before scaling.
-        rotated_fraction: share of a head's values that rotate, the first ones. For PROPORTIONAL the share of its pairs.
-        context_len: context length that length-dependent frequencies are computed for; 0 = the original length.
+        rotated_fraction: share of a head's values that rotate, starting with the first. For PROPORTIONAL, share of its pairs.
+        context_len: context length for which length-dependent frequencies are computed; 0 = the original length.
         temperature, temperature_length: queries are multiplied by 1 + temperature * ln(1 + floor(position / temperature_length)).
     """
 
@@ -62,11 +62,11 @@ class RopeConfig:
 
     @property
     def is_limited_to_original_len(self) -> bool:
-        """Return whether these frequencies are only right for contexts up to the original length (longrope, dynamic)."""
+        """Return whether these frequencies are valid for contexts up to the original length only (longrope, dynamic)."""
         return self.type.depends_on_length and self.context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:
-        """Return how many of a head's values are in rotary pairs."""
+        """Return the number of values of a head that are in rotary pairs."""
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_model_len: int | None) -> "RopeConfig":
@@ -102,7 +102,7 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
     theta_name = "rope_local_base_freq" if family.has_local_rope and layer_type != "full_attention" else "rope_theta"
     theta = rope.positive_number("rope_theta", fields.positive_number(theta_name, 10000.0))
     if rope_type is RopeType.PROPORTIONAL:
-        return RopeConfig(theta, rope_type, rope.positive_number("factor", 1.0), rotated_fraction=_read_fraction_of_pairs(rope))
+        return RopeConfig(theta, rope_type, rope.positive_number("factor", 1.0), rotated_fraction=_read_rotated_pair_fraction(rope))
     fraction = _read_rotated_fraction(fields, family, rope, head_size)
     max_positions = fields.integer("max_position_embeddings")
     if rope_type is RopeType.DEFAULT:
@@ -114,7 +114,7 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
         return RopeConfig(theta, rope_type, rope.positive_number("factor"), max_positions, rotated_fraction=fraction)
     name = "original_max_position_embeddings"
     original = fields.integer(name, rope.integer(name, max_positions))
-    # The factor may be missing: then it is the ratio of the new to the original context length.
+    # As in transformers, a missing factor is the ratio of the new to the original context length.
     uses_length_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
     if uses_length_ratio and fields.values.get(name) is None and scaling.get(name) is None:
         raise CheckpointError(f"{fields.path}: the rope parameters of type {rope_type.value!r} have neither factor nor {name}")
@@ -149,7 +149,7 @@ def _rope_parameters_for(fields: JsonFields, family: "Family", layer_type: str) 
         scaling = scaling.get(layer_type) or {}
     elif family.needs_local_rope and fields.values.get("rope_parameters"):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters = {shortened(scaling)} of {family.name} are one set, which transformers leaves out: "
+            f"{fields.path}: rope_parameters = {shortened(scaling)} of {family.name} are one set, which transformers ignores: "
             "give one for full_attention and one for sliding_attention"
         )
     elif family.has_local_rope and layer_type != "full_attention":
@@ -199,13 +199,13 @@ def _read_rotated_fraction(fields: JsonFields, family: "Family", rope: JsonField
 
 
 def _theta_times_alpha(theta: float, alpha: float, rotary_size: int, fields: JsonFields) -> float:
-    """Return the base times alpha^(R / (R - 2)), where R values of a head rotate. Source: Hunyuan's model in transformers 5.24."""
+    """Return the base times alpha^(R / (R - 2)) for R rotated values of a head. Source: Hunyuan's model in transformers 5.24."""
     if rotary_size == 2:
         raise CheckpointError(f"{fields.path}: rope parameter alpha = {alpha} needs more than 2 rotated values per head")
     return float(theta * alpha ** (rotary_size / (rotary_size - 2)))
 
 
-def _read_fraction_of_pairs(rope: JsonFields) -> float:
+def _read_rotated_pair_fraction(rope: JsonFields) -> float:
     fraction = rope.number("partial_rotary_factor", 1.0)
     if not 0.0 < fraction <= 1.0:
         raise CheckpointError(f"{rope.path}: partial_rotary_factor = {fraction}, expected a number above 0 and up to 1")

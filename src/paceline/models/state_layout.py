@@ -1,4 +1,4 @@
-"""Memory layout of recurrent states. A sequence has a float32 array with the states of all layers, and one with a record per token."""
+"""Memory layout of recurrent states. A sequence has a float32 array with all layers' states, and a replay record for each later token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from paceline.models.layers import Recurrent
 
 @dataclass(frozen=True, slots=True)
 class LayerStateLayout:
-    """Where one layer's state and record are in the arrays of a sequence. Offsets and sizes count floats.
+    """Position of one layer's state in the state array, and of its part in a token's replay record. Offsets and sizes count floats.
 
-    The state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
-    [heads, columns / block, rows, block], with columns padded to whole blocks. The record of a token has what is needed to apply its update
-    again: the convolution's input [C], keys [key_width], updates [value_width] and decays [heads].
+    The state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices, as
+    [heads, columns / block_columns, rows, block_columns]. Columns are padded to whole blocks. The replay record has the inputs of a
+    token's state update: the convolution's input [C], keys [key_width], updates [value_width] and decays [heads].
 
     Attributes:
-        conv_offset: offset of the state in the array of states.
-        record_offset: offset in a record.
-        block: number of columns that are stored next to each other; 0 = the mixer has no matrices.
+        conv_offset: offset of the layer's state in the state array.
+        record_offset: offset of the layer in a replay record.
+        block_columns: number of columns that are stored next to each other; 0 = the mixer has no matrices.
     """
 
     mixer: Recurrent
     conv_offset: int
     record_offset: int
-    block: int
+    block_columns: int
 
     @property
     def num_blocks(self) -> int:
         """Return how many column blocks a head's state matrix has."""
         state = self.mixer.state_shape
-        return 0 if state is None else -(-state.columns // self.block)
+        return 0 if state is None else -(-state.columns // self.block_columns)
 
     @property
     def matrices_offset(self) -> int:
@@ -42,17 +42,17 @@ class LayerStateLayout:
     @property
     def matrices_size(self) -> int:
         state = self.mixer.state_shape
-        return 0 if state is None else state.heads * state.rows * self.num_blocks * self.block
+        return 0 if state is None else state.num_heads * state.rows * self.num_blocks * self.block_columns
 
     @property
     def record_size(self) -> int:
         state = self.mixer.state_shape
-        return self.mixer.channels + (0 if state is None else state.key_width + state.value_width + state.heads)
+        return self.mixer.channels + (0 if state is None else state.key_width + state.value_width + state.num_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Layout of all recurrent layers, by layer index, and the total sizes of a sequence's states and of a token's record, in floats."""
+    """Layout of all recurrent layers, by layer index, and the sizes in floats of a sequence's states and of a token's replay record."""
 
     layers: Mapping[int, LayerStateLayout]
     state_size: int
@@ -63,8 +63,8 @@ class StateLayout:
         layers, state_size, record_size = {}, 0, 0
         for layer, mixer in recurrent_layers.items():
             state = mixer.state_shape
-            block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
-            layout = layers[layer] = LayerStateLayout(mixer, state_size, record_size, block)
+            block_columns = 0 if state is None else 32 if state.columns % 32 == 0 else 16
+            layout = layers[layer] = LayerStateLayout(mixer, state_size, record_size, block_columns)
             state_size = layout.matrices_offset + layout.matrices_size
             record_size += _round_up_to_vector(layout.record_size)
         return cls(layers, state_size, record_size)

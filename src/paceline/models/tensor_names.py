@@ -1,4 +1,4 @@
-"""The tensors of a network: their internal names such as `layers.3.q_proj.weight`, shapes, and names in Hugging Face checkpoints."""
+"""Internal names of a network's tensors, such as `layers.3.q_proj.weight`, their shapes, and their names in Hugging Face checkpoints."""
 
 from collections.abc import Mapping
 from math import prod
@@ -39,7 +39,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"altup_proj.{index}.weight": (hidden, hidden), f"altup_unembed_proj.{index}.weight": (hidden, hidden)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
-    shapes |= {f"final_norm.{kind}": (hidden,) for kind in _norm_kinds(config.layers[-1])}
+    shapes |= {f"final_norm.{kind}": (hidden,) for kind in _norm_parameters(config.layers[-1])}
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     if config.has_lm_head_bias:
@@ -56,7 +56,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         norms += ["attention_norm"] if layer.norm_order is NormOrder.PARALLEL else [f"{part}_norm" for part in parts]
     if layer.norm_order.has_output_norm:
         norms += [f"{part}_output_norm" for part in parts]
-    shapes |= {f"{norm}.{kind}": (hidden,) for norm in norms for kind in _norm_kinds(layer)}
+    shapes |= {f"{norm}.{kind}": (hidden,) for norm in norms for kind in _norm_parameters(layer)}
     for mixer in layer.mixers:
         shapes |= _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
     if mlp is not None:
@@ -76,7 +76,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _norm_kinds(layer: LayerConfig) -> tuple[str, ...]:
+def _norm_parameters(layer: LayerConfig) -> tuple[str, ...]:
     return ("weight", "bias") if layer.has_norm_bias else ("weight",)
 
 
@@ -86,7 +86,7 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
     shapes: dict[str, tuple[int, ...]] = {}
     if mixer.qk_norm in (QKNorm.HEAD, QKNorm.HEAD_AFTER_ROPE):
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
-    elif mixer.qk_norm is QKNorm.WIDTH:
+    elif mixer.qk_norm is QKNorm.ALL_HEADS:
         shapes |= {"q_norm.weight": (mixer.query_size,), "k_norm.weight": (mixer.kv_size,)}
     if mixer.has_sinks:
         shapes["attention.sinks"] = (mixer.num_heads,)
@@ -110,9 +110,9 @@ def _latent_attention_shapes(mixer: AttentionConfig, latent: LatentProjections, 
     heads, rank, query_input = mixer.num_heads, mixer.latent_size, latent.query_rank or hidden
     norms = {"kv_a_norm.weight": (rank,), **({"q_a_norm.weight": (latent.query_rank,)} if latent.query_rank else {})}
     matrices = {"q_a_proj": (latent.query_rank, hidden)} if latent.query_rank else {}
-    matrices |= {"q_proj": (heads * latent.query_size, query_input), "q_rope_proj": (heads * latent.rope_size, query_input)}
+    matrices |= {"q_proj": (heads * latent.unrotated_size, query_input), "q_rope_proj": (heads * latent.rope_size, query_input)}
     matrices |= {"kv_a_proj": (rank, hidden), "k_rope_proj": (latent.rope_size, hidden)}
-    matrices |= {f"k_up.{head}": (rank, latent.query_size) for head in range(heads)}
+    matrices |= {f"k_up.{head}": (rank, latent.unrotated_size) for head in range(heads)}
     matrices |= {f"v_up.{head}": (latent.value_size, rank) for head in range(heads)}
     matrices["o_proj"] = (hidden, heads * latent.value_size)
     return norms | _projection_shapes({name: (*shape, False) for name, shape in matrices.items()})
@@ -126,15 +126,15 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
         return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "out_proj"), (hidden, hidden, mixer.bias)))
     state = mixer.state_shape
-    shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
+    shapes |= {"decay.weight": (state.num_heads,), "decay.bias": (state.num_heads,)}
     if isinstance(mixer, GatedDeltaConfig):
         shapes["gated_norm.weight"] = (mixer.value_size,)
-        gates, bias = {"b_proj": (state.heads, hidden, False), "a_proj": (state.heads, hidden, False)}, False
+        gates, bias = {"b_proj": (state.num_heads, hidden, False), "a_proj": (state.num_heads, hidden, False)}, False
     else:
         shapes |= {"conv.bias": (channels,)} if mixer.conv_bias else {}
-        shapes |= {"skip.weight": (state.heads,)}
+        shapes |= {"skip.weight": (state.num_heads,)}
         shapes |= {} if mixer.norm is GatedNorm.NONE else {"gated_norm.weight": (state.value_width,)}
-        gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
+        gates, bias = {"dt_proj": (state.num_heads, hidden, mixer.bias)}, mixer.bias
     sizes = {"conv_proj": channels}
     if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
         sizes = {"q_proj": state.key_width, "k_proj": state.key_width, "v_proj": state.value_width}
@@ -143,7 +143,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
 
 
 def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights and biases, given (rows, columns, has_bias) by name of the projection."""
+    """Return the shapes of weights and biases by tensor name. `projections`: (rows, columns, has_bias) by projection name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
@@ -166,14 +166,14 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = _projection_shapes({"router": (routing.num_experts, hidden, routing.bias)})
     if routing.has_correction_bias:
         shapes["router.correction"] = (routing.num_experts,)
-    if routing.has_scales:
+    if routing.has_expert_scales:
         shapes["router.scales"] = (routing.num_experts,)
     for expert in range(routing.num_experts):
         shapes |= _mlp_shapes(mlp.expert, mlp.latent_size or hidden, f"experts.{expert}.")
     if mlp.latent_size:
         shapes |= _projection_shapes({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
-    if mlp.shared is not None:
-        shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
+    if mlp.shared_expert is not None:
+        shapes |= _mlp_shapes(mlp.shared_expert, hidden, "shared_expert.")
     if mlp.has_own_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")}
     return shapes | (_projection_shapes({"shared_gate": (1, hidden, False)}) if mlp.has_shared_gate else {})
@@ -212,13 +212,13 @@ _CHECKPOINT_MODULES = {
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
-_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`, without a suffix
-_OUTPUT_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
-_NORMS = {
+_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`; it has no suffix
+_OUTPUT_NORM_MODULES = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_NORM_MODULES = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     NormOrder.PARALLEL: {"attention_norm": "input_layernorm"},
-    NormOrder.POST: _OUTPUT_NORMS,
-    NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUTPUT_NORMS},
+    NormOrder.POST: _OUTPUT_NORM_MODULES,
+    NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUTPUT_NORM_MODULES},
 }
 
 
@@ -237,7 +237,7 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        is_expert = first in ("experts", "shared_expert")  # checkpoints name the tensors inside an expert as we do
+        is_expert = first in ("experts", "shared_expert")  # tensors inside an expert have the same names in checkpoints
         others = others if is_expert else [parts.get(part, part) for part in others]
         last = [_OUTPUT_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
@@ -250,7 +250,7 @@ def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str
     recurrent = [_recurrent_checkpoint_names(mixer, family.recurrent_module) for mixer in layer.mixers if isinstance(mixer, Recurrent)]
     attentions = [mixer for mixer in layer.mixers if isinstance(mixer, AttentionConfig)]
     latent = [_latent_checkpoint_names(mixer.latent) for mixer in attentions if mixer.latent is not None]
-    modules = [_CHECKPOINT_MODULES, _NORMS[layer.norm_order], family.module_names, *recurrent, *latent]
+    modules = [_CHECKPOINT_MODULES, _NORM_MODULES[layer.norm_order], family.module_names, *recurrent, *latent]
     return {name: stored for part in modules for name, stored in part.items()}
 
 

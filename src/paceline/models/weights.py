@@ -1,4 +1,4 @@
-"""The tensors of a network by internal names. Nothing is read before it is used."""
+"""The tensors of a network by internal names. A tensor is read when it is first used."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _BF16_SHIFT = np.uint32(16)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A float tensor, mostly a read-only view of the mapped file. numpy has no bf16, so its bits are held as uint16."""
+    """A float tensor, usually a read-only view of the mapped file. numpy has no bf16, so its bits are held as uint16."""
 
     array: NDArray[Any]
     weight_type: WeightType
@@ -32,7 +32,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """A quantised matrix. `weight_type` is the float type that products with it are computed in."""
+    """A quantised matrix. `weight_type` is the float type of matrix products with it."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32
@@ -72,14 +72,14 @@ class Weights(Mapping[str, AnyTensor]):
         has_encoders: the files include image or audio encoders, which are not read.
         container: the format of quantised matrices in the files; None = there are none.
         notices: messages for users.
-        packed: quantised matrices that are not converted yet, by internal names. Their tensors are converted on first use.
+        packed_matrices: quantised matrices that are not converted yet, by internal names. Their tensors are converted on first use.
     """
 
     bundled_head: str | None = None
     has_encoders: bool = False
     container: str | None = None
     notices: tuple[str, ...] = ()
-    packed: Mapping[str, PackedMatrix] = MappingProxyType({})
+    packed_matrices: Mapping[str, PackedMatrix] = MappingProxyType({})
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
@@ -95,11 +95,11 @@ class Weights(Mapping[str, AnyTensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         """Return whether the network has this tensor, without computing it."""
         return name in self._names
 
-    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+    def read_rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the matrix rows with these indices as exact float32, [len(row_indices), columns]. Other rows are not read."""
         return as_float32(self[name], row_indices)
 
@@ -131,11 +131,11 @@ class Weights(Mapping[str, AnyTensor]):
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor computed on first use: shape and type, the stored arrays that determine its values, and the function to call."""
+    """A tensor computed on first use by calling `compute`. Its values depend only on `source_arrays`, the stored arrays."""
 
     info: TensorInfo
-    arrays: tuple[NDArray[Any], ...]
-    make: Callable[[], AnyTensor]
+    source_arrays: tuple[NDArray[Any], ...]
+    compute: Callable[[], AnyTensor]
 
 
 class LazyWeights(Weights):
@@ -143,18 +143,18 @@ class LazyWeights(Weights):
 
     Args:
         names: names of all tensors, in the order in which a forward pass uses them.
-        make: returns the tensor of a name.
+        compute_tensor: function that returns the tensor with a given name.
     """
 
-    def __init__(self, names: Iterable[str], make: Callable[[str], AnyTensor]) -> None:
+    def __init__(self, names: Iterable[str], compute_tensor: Callable[[str], AnyTensor]) -> None:
         super().__init__({})
         self._names = dict.fromkeys(names)
-        self._make = make
+        self._compute_tensor = compute_tensor
 
     def __getitem__(self, name: str) -> AnyTensor:
         found = self._tensors.get(name)
         if found is None:
-            found = self._tensors[name] = self._make(name)
+            found = self._tensors[name] = self._compute_tensor(name)
         return found
 
     def free_tensor(self, name: str) -> None:
@@ -163,7 +163,7 @@ class LazyWeights(Weights):
 
 
 def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | slice | None = None) -> NDArray[np.float32]:
-    """Return all rows, or the selected ones, as exact float32; a view if the tensor is stored in float32 and `rows` is no array."""
+    """Return all rows, or the selected ones, as exact float32; a view if the tensor is stored in float32 and `rows` is a slice or None."""
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(slice(None) if rows is None else rows)
     stored = tensor.array if rows is None else tensor.array[rows] if isinstance(rows, slice) else tensor.array.take(rows, 0)
@@ -180,11 +180,11 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def to_weight_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArray[Any]:
-    """Round float32 values to the nearest of a type, ties to even. Values beyond the type become infinite."""
+    """Round float32 values to the nearest value of a type, ties to even. Values out of its range become infinite."""
     if weight_type is WeightType.BF16:
         return to_bf16(values)
     with np.errstate(over="ignore"):
-        return values.astype(weight_type.item_type)
+        return values.astype(weight_type.numpy_dtype)
 
 
 def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
@@ -196,7 +196,7 @@ def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
 
 
 def add_norm_offset(tensor: AnyTensor) -> Tensor:
-    """Return a norm weight plus 1. The result is float32, because the sum may need more bits than the file's type has."""
+    """Return a norm weight plus 1, in float32: the sum may need more bits than the stored type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 

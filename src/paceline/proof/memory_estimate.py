@@ -150,7 +150,7 @@ def estimate_memory(
     )
     natural = default_kv_cache_dtype(config, checkpoint.weights) if backend == "native" else KVCacheDtype(config.weight_type.value)
     kept = kv_cache_dtype or natural
-    windows = () if backend == "torch" or is_draft else config.windows
+    windows = () if backend == "torch" or is_draft else config.sliding_kv_groups
     return ModelMemory(
         weights,
         config.kv_bytes_per_token(kept) * 1000,

@@ -279,8 +279,8 @@ class Network(ABC):
         pairs: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
         for group, cache in zip(groups, caches, strict=True):
             for index, layer in enumerate(group.layers):
-                first = group.planes * index
-                pairs[layer] = (cache.storage[first], cache.storage[first + group.planes - 1])
+                first = group.arrays_per_layer * index
+                pairs[layer] = (cache.storage[first], cache.storage[first + group.arrays_per_layer - 1])
         return [array for layer in range(config.num_layers) for array in pairs[config.kv_source(layer)]]
 
     @abstractmethod

@@ -232,7 +232,7 @@ def attention_block(ops: Ops[Value], attention: AttentionConfig, x: Value, layer
     def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
         if attention.qk_norm in (QKNorm.HEAD, QKNorm.UNWEIGHTED_HEAD):
             x = ops.head_norm(x, prefix + name if attention.qk_norm is QKNorm.HEAD else None, num_heads)
-        elif attention.qk_norm is QKNorm.WIDTH:
+        elif attention.qk_norm is QKNorm.ALL_HEADS:
             x = ops.rms_norm(x, prefix + name)
         x = ops.rope(x, num_heads, rope) if attention.has_rope_embedding else x
         return ops.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
@@ -317,18 +317,18 @@ def mlp_block(ops: Ops[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, 
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
         return _dense_mlp(ops, mlp, x, prefix)
-    if mlp.has_own_norms and mlp.shared is not None:
+    if mlp.has_own_norms and mlp.shared_expert is not None:
         return ops.add(
-            ops.rms_norm(_dense_mlp(ops, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
+            ops.rms_norm(_dense_mlp(ops, mlp.shared_expert, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
             ops.rms_norm(_experts_with_norms(ops, mlp, stream, prefix), prefix + "experts_output_norm"),
         )
     taken = ops.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
     mixed = ops.experts(taken, ops.linear(x, prefix + "router")[0], mlp, prefix)
     if mlp.latent_size:
         (mixed,) = ops.linear(mixed, prefix + "latent_output")
-    if mlp.shared is None:
+    if mlp.shared_expert is None:
         return mixed
-    shared = _dense_mlp(ops, mlp.shared, x, prefix + "shared_expert.")
+    shared = _dense_mlp(ops, mlp.shared_expert, x, prefix + "shared_expert.")
     if mlp.has_shared_gate:
         shared = ops.gated(ops.linear(x, prefix + "shared_gate")[0], shared, Activation.SIGMOID)
     return ops.add(mixed, shared)

@@ -30,7 +30,7 @@ def per_layer_embedding_rows(
     weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType
 ) -> NDArray[np.float32]:
     """Return rows [T, L * size] float32 of the table of per-layer embeddings, rounded to `round_to`, times sqrt(size)."""
-    rows = round_to_type(weights.rows("layer_embedding.weight", per_layer_row_indices(token_ids, config)), round_to)
+    rows = round_to_type(weights.read_rows("layer_embedding.weight", per_layer_row_indices(token_ids, config)), round_to)
     return _scale_and_round(rows, float(config.per_layer_input_size**0.5), round_to)
 
 

@@ -158,7 +158,7 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
     """Raise CapacityError if matrices of a quantised checkpoint that must be converted to floats do not fit in memory."""
-    size = dequantized_bytes(weights.packed.values(), config.weight_type)
+    size = dequantized_bytes(weights.packed_matrices.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
             f"matrices packed as {weights.container} take {size / 1e9:.3g} GB as {config.weight_type.value}, {memory_bytes / 1e9:.3g} GB "
@@ -178,7 +178,7 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
     from paceline.runtimes.native.network import NativeNetwork
 
     round_to = options.dtype or config.weight_type
-    if options.kv_cache_dtype is KVCacheDtype.INT8 and any(group.planes == 1 for group in config.kv_groups()):
+    if options.kv_cache_dtype is KVCacheDtype.INT8 and any(group.arrays_per_layer == 1 for group in config.kv_groups()):
         raise ConfigError(
             "kv_cache_dtype is 'int8', which latent attention (MLA) does not support: leave kv_cache_dtype out, or use 'bf16' or 'f16'"
         )

@@ -127,7 +127,7 @@ def test_eagle_head_with_a_draft_vocabulary_needs_its_own_lm_head(tmp_path: Path
         opened(tmp_path / "narrow", EAGLE3, without(eagle3_tensors(), "lm_head.weight"))
     whole = without(eagle3_tensors({**EAGLE3, "draft_vocab_size": None}, draft_ids=None), "lm_head.weight")
     checkpoint = opened(tmp_path / "whole", {**EAGLE3, "draft_vocab_size": None}, whole)
-    assert not checkpoint.weights.has("lm_head.weight")
+    assert not checkpoint.weights.has_tensor("lm_head.weight")
 
 
 def test_tie_word_embeddings_of_an_eagle_head_is_ignored(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_eagle_sizes_are_taken_from_the_tensors_not_the_config(tmp_path: Path) -
 
 
 def test_eagle_biases_are_used_if_stored_whatever_the_config_says(tmp_path: Path) -> None:
-    assert opened(tmp_path / "with", {**EAGLE1, "bias": False}, eagle1_tensors()).weights.has("fc.bias")
-    assert not opened(tmp_path / "without", {**EAGLE1, "bias": True}, eagle1_tensors(bias=False)).weights.has("fc.bias")
+    assert opened(tmp_path / "with", {**EAGLE1, "bias": False}, eagle1_tensors()).weights.has_tensor("fc.bias")
+    assert not opened(tmp_path / "without", {**EAGLE1, "bias": True}, eagle1_tensors(bias=False)).weights.has_tensor("fc.bias")
 
 
 def test_eagle_context_length_is_read_from_the_config_or_2048(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_eagle1_head_may_have_its_own_lm_head(tmp_path: Path) -> None:
         assert checkpoint.config.kind is HeadKind.EAGLE
         assert checkpoint.config.has_own_lm_head
         assert checkpoint.weights["lm_head.weight"].shape == (VOCAB_SIZE, 32)
-        assert not opened(tmp_path / f"{name}-without", config, tensors).weights.has("lm_head.weight")
+        assert not opened(tmp_path / f"{name}-without", config, tensors).weights.has_tensor("lm_head.weight")
     with pytest.raises(IncompatibleDrafterError, match="has 9000 token ids"):
         opened(tmp_path / "other", EAGLE1, eagle1_tensors() | {"lm_head.weight": torch.ones(9000, 32)})
 

@@ -268,7 +268,7 @@ def test_smollm3_layers_without_rope_are_read_from_the_config(
         ({"hidden_size": True}, "hidden_size = True"),
         ({"vocab_size": None}, "no 'vocab_size'"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads = 3"),
-        ({"num_attention_heads": 6}, "no multiple of num_attention_heads"),
+        ({"num_attention_heads": 6}, "not a multiple of num_attention_heads"),
         ({"head_dim": 15}, "head_dim = 15"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -410,7 +410,7 @@ def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_
         ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
         ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
-        ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers leaves out"),
+        ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers ignores"),
         ({**ERNIE, "compression_ratio": 2.0}, "compression_ratio = 2.0 is not supported for ernie4_5, only 1.0 is"),
         ({**ERNIE_MOE, "use_bias": True}, "use_bias = true is not supported for ernie4_5_moe, only false is"),
         ({**ERNIE_MOE, "moe_k": 65}, "moe_k = 65, but there are only 64 experts"),
@@ -560,7 +560,8 @@ def test_published_config_of_deepseek_v2_lite_caches_its_latent(tmp_path: Path) 
     assert [type(layer.mlp).__name__ for layer in config.layers[:3]] == ["DenseMLP", "ExpertMLP", "ExpertMLP"]
     experts = config.layers[1].mlp
     assert isinstance(experts, ExpertMLP)
-    assert (experts.routing.num_groups, experts.routing.scoring, experts.shared.intermediate_size) == (1, RouterScoring.SOFTMAX, 2816)
+    assert (experts.routing.num_groups, experts.routing.scoring) == (1, RouterScoring.SOFTMAX)
+    assert experts.shared_expert.intermediate_size == 2816
     refused = {"qk_nope_head_dim": 2000, "num_attention_heads": 4096, "norm_topk_prob": True, "model_type": "deepseek_v32"}
     for name, value in refused.items():
         with pytest.raises(CheckpointError, match=f"{name}.*{str(value).lower()}"):

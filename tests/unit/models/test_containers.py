@@ -84,7 +84,7 @@ def test_packed_matrix_is_unpacked_to_exact_values(tmp_path: Path, name: str) ->
     case, matrix = WHOLE[name], opened(tmp_path, WHOLE[name])
     expected = case.values.astype(np.float32)
     for num_threads in (1, 3):
-        tensor = lazy_matrix(matrix, WeightType.F32, num_threads).make()
+        tensor = lazy_matrix(matrix, WeightType.F32, num_threads).compute()
         assert isinstance(tensor, Tensor if case.becomes_floats else GroupedTensor)
         assert np.array_equal(as_float32(tensor), expected)
         assert (facts := lazy_matrix(matrix, WeightType.F32).info).nbytes == tensor.nbytes
@@ -92,15 +92,15 @@ def test_packed_matrix_is_unpacked_to_exact_values(tmp_path: Path, name: str) ->
     order = np.random.default_rng(1).permutation(len(expected))[:5]
     for rows in (order, slice(3, 4), slice(1, 6)):
         part = matrix.select_rows(rows)
-        assert np.array_equal(as_float32(lazy_matrix(part, WeightType.F32).make()), expected[rows])
+        assert np.array_equal(as_float32(lazy_matrix(part, WeightType.F32).compute()), expected[rows])
         assert np.array_equal(part.select_rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
 
 
 def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
     case = fp8(SHAPE)
     matrix, expected = opened(tmp_path, case), case.values.astype(np.float32)
-    assert np.array_equal(lazy_matrix(matrix, WeightType.BF16).make().array, to_bf16(expected))
-    assert np.array_equal(lazy_matrix(matrix, WeightType.F16).make().array, expected.astype(np.float16))
+    assert np.array_equal(lazy_matrix(matrix, WeightType.BF16).compute().array, to_bf16(expected))
+    assert np.array_equal(lazy_matrix(matrix, WeightType.F16).compute().array, expected.astype(np.float16))
     (notice,) = dequantized_notice([matrix], WeightType.BF16)
     assert notice.startswith("1 matrices become bf16")
     assert dequantized_notice([opened(tmp_path, awq(SHAPE))], WeightType.BF16) == ()
@@ -109,15 +109,15 @@ def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
 def test_packed_matrix_read_in_chunks_has_equal_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
-        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32, 2).make()), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32, 2).compute()), case.values.astype(np.float32))
 
 
 def test_gptq_version_follows_symmetric_zero_points(tmp_path: Path) -> None:
     for second in (True, False):
         case = gptq(SHAPE, symmetric=True, second=second, says="gptq" if second else "gptq_v2")
-        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32).make()), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32).compute()), case.values.astype(np.float32))
     wrong = gptq(SHAPE, second=True, says="gptq")  # for others, only config.json gives the settings
-    assert not np.array_equal(as_float32(lazy_matrix(opened(tmp_path, wrong), WeightType.F32).make()), wrong.values.astype(np.float32))
+    assert not np.array_equal(as_float32(lazy_matrix(opened(tmp_path, wrong), WeightType.F32).compute()), wrong.values.astype(np.float32))
 
 
 def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
@@ -129,13 +129,15 @@ def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
 def test_auto_round_packing_formats_are_those_of_gptq_and_awq(tmp_path: Path, packing: str) -> None:
     case = awq(SHAPE) if "awq" in packing else gptq(SHAPE, second=packing.endswith("gptqmodel"))
     settings = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
-    assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).make()), case.values.astype(np.float32))
+    tensor = lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).compute()
+    assert np.array_equal(as_float32(tensor), case.values.astype(np.float32))
 
 
 def test_mlx_modules_may_have_their_own_quantisation_settings(tmp_path: Path) -> None:
     case = mlx(SHAPE, bits=8, group=32)
     settings = {"group_size": 64, "bits": 4, "language_model.model.layer": {"group_size": 32, "bits": 8}, "lm_head": True}
-    assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).make()), case.values.astype(np.float32))
+    tensor = lazy_matrix(opened(tmp_path, case, settings), WeightType.F32).compute()
+    assert np.array_equal(as_float32(tensor), case.values.astype(np.float32))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -168,11 +170,11 @@ def _groups(last: int) -> Any:
 
 
 DAMAGED = {
-    "gptq twice": (_with(gptq(SHAPE), weight=("F32", np.zeros((48, 256), np.float32))), "layer is there twice, packed"),
+    "gptq twice": (_with(gptq(SHAPE), weight=("F32", np.zeros((48, 256), np.float32))), "layer is stored twice, packed"),
     "gptq no scales": (_without(gptq(SHAPE), "scales"), "lacks its tensor layer.scales"),
     "gptq no zeros": (_without(gptq(SHAPE), "qzeros"), "lacks its tensor layer.qzeros"),
-    "gptq other group": (_settings(gptq(SHAPE), group_size=64), r"makes qzeros \[4, 6\] with 4 bits in groups of 64, but it is \[8, 6\]"),
-    "gptq other bits": (_settings(gptq(SHAPE), bits=8), "makes qzeros"),
+    "gptq other group": (_settings(gptq(SHAPE), group_size=64), r"qzeros must have shape \[4, 6\] with 4 bits in groups of 64, but has"),
+    "gptq other bits": (_settings(gptq(SHAPE), bits=8), "qzeros must have shape"),
     "gptq three bits": (_settings(gptq(SHAPE), bits=3), "bits = 3 of the quantisation is not supported, only 2, 4, 8"),
     "gptq bits null": (_settings(gptq(SHAPE), bits=None), "bits = None of the quantisation is not supported, only 2, 4, 8"),
     "awq bits null": (_settings(awq(SHAPE), bits=None), "bits = None"),
@@ -185,7 +187,7 @@ DAMAGED = {
     "gptq bytes": (_with(gptq(SHAPE), qweight=("U8", np.zeros((32, 48), np.uint8))), "is of type U8"),
     "awq gemv": (_settings(awq(SHAPE), version="gemv"), "version = 'gemv' of the quantisation is not supported, only 'gemm'"),
     "awq eight bits": (_settings(awq(SHAPE), bits=8), "bits = 8"),
-    "awq other group": (_settings(awq(SHAPE), group_size=128), r"makes qzeros \[2, 6\] in groups of 128, but it is \[8, 6\]"),
+    "awq other group": (_settings(awq(SHAPE), group_size=128), r"qzeros must have shape \[2, 6\] in groups of 128, but has \[8, 6\]"),
     "auto-round packing": ({"quant_method": "auto-round", "packing_format": "auto_round:x"}, "packing_format = 'auto_round:x'"),
     "integers no scales": (_without(packed_integers(SHAPE), "weight_scale"), "lacks its tensor layer.weight_scale"),
     "integers no shape": (_without(packed_integers(SHAPE), "weight_shape"), "lacks its tensor layer.weight_shape"),
@@ -201,7 +203,7 @@ DAMAGED = {
         _with(e2m1(SHAPE, kind="compressed"), weight_global_scale=("F32", np.array([0.5], np.float32))),
         "weight_global_scale = ",
     ),
-    "fp8 no scales": (_without(fp8(SHAPE), "weight_scale_inv"), "layer.weight of type F8_E4M3 is packed, but not as FP8"),
+    "fp8 no scales": (_without(fp8(SHAPE), "weight_scale_inv"), "layer.weight of type F8_E4M3 is packed, but not in the format FP8"),
     "fp8 other blocks": (_settings(fp8(SHAPE), weight_block_size=[16, 16]), "one a block in blocks of 16 x 16"),
     "fp8 no blocks": (_settings(fp8(SHAPE), weight_block_size=[0, 128]), r"weight_block_size = \[0, 128\], expected rows and columns"),
     "fp8 not a number": (_with(fp8(SHAPE), weight=("F8_E4M3", np.full(SHAPE, 127, np.uint8))), "is not finite"),
@@ -209,15 +211,15 @@ DAMAGED = {
     "nf4 no state": (_without(nf4(SHAPE), "weight.quant_state.bitsandbytes__nf4"), "lacks its quant_state"),
     "nf4 damaged state": (
         _with(nf4(SHAPE), **{"weight.quant_state.bitsandbytes__nf4": ("U8", np.frombuffer(b"[" * 99, np.uint8))}),
-        "no JSON object",
+        "not a JSON object",
     ),
     "nf4 few scales": (_with(nf4(SHAPE), **{"weight.absmax": ("F32", np.ones(9, np.float32))}), "9 scales for 192 blocks"),
     "int8 few scales": (_with(int8_rows(SHAPE), SCB=("F32", np.ones(9, np.float32))), "48 rows, but SCB 9 numbers"),
     "int8 tiles": (_with(int8_rows(SHAPE), weight_format=("U8", np.array(1, np.uint8))), "tiles for a GPU"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
-    "mlx no scales": (_without(mlx(SHAPE), "scales"), "layer.weight of type U32 is packed, but not as MLX"),
+    "mlx no scales": (_without(mlx(SHAPE), "scales"), "layer.weight of type U32 is packed, but not in the format MLX"),
     "mlx no minimums": (_without(mlx(SHAPE), "biases"), "lacks its tensor layer.biases"),
-    "mlx other bits": (_settings(mlx(SHAPE), bits=8), "no matrix of 8 bits in groups of 64"),
+    "mlx other bits": (_settings(mlx(SHAPE), bits=8), "do not match 8 bits in groups of 64"),
     "mlx mode": (_settings(mlx(SHAPE), mode="nvfp4"), "mode = 'nvfp4'"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
     "unknown": ({"quant_method": "aqlm"}, r"quantised \('aqlm'\); supported are gptq, awq"),
@@ -229,7 +231,7 @@ def test_damaged_packed_matrix_is_refused_in_one_line(tmp_path: Path, name: str)
     case, message = DAMAGED[name]
     whole = case if isinstance(case, Packed) else replace(gptq(SHAPE), settings=case)
     with pytest.raises(CheckpointError, match=message) as caught:
-        lazy_matrix(opened(tmp_path, whole), WeightType.F32).make()
+        lazy_matrix(opened(tmp_path, whole), WeightType.F32).compute()
     assert "\n" not in str(caught.value)
 
 
@@ -239,7 +241,7 @@ def test_quantised_activations_and_kv_cache_are_ignored_with_a_notice(tmp_path: 
     assert opened(tmp_path, case).shape == SHAPE
     container = find_container({"quantization_config": case.settings}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None
-    assert [text.split()[0] for text in container.notices] == ["activations", "its"]
+    assert [text.split()[0] for text in container.notices] == ["activations", "kv_cache_scheme"]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_quantisation_config_files_are_read(tmp_path: Path, file: str, settings:
     container = find_container({}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None
     assert container.name == name
-    assert find_container({}, tmp_path / "config.json", FAMILIES["llama"], reads_side_files=False) is None
+    assert find_container({}, tmp_path / "config.json", FAMILIES["llama"], reads_settings_files=False) is None
 
 
 def test_every_quantisation_method_is_tested() -> None:

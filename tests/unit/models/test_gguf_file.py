@@ -199,7 +199,7 @@ def test_checkpoint_must_be_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
     assert not is_gguf(tmp_path)
     other = tmp_path / "model.safetensors"
     other.touch()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint; give a directory .* or a \*\.gguf file"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: give a directory .* or a \*\.gguf file"):
         read_model_config(other)
 
 

@@ -74,7 +74,7 @@ def test_qwen_hybrid_config_defaults_equal_their_transformers_classes(tmp_path: 
         assert (mlp.routing.num_experts, mlp.routing.num_experts_per_token) == ((256, 8) if values is QWEN_MOE else (512, 10))
         assert mlp.routing.is_normalized
         assert mlp.has_shared_gate
-        assert mlp.shared == mlp.expert == DenseMLP(intermediate_size=512)
+        assert mlp.shared_expert == mlp.expert == DenseMLP(intermediate_size=512)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_granite_hybrid_without_experts_has_only_the_shared_mlp(tmp_path: Path) 
     assert read(tmp_path, {**GRANITE, "num_local_experts": 0}).layers[0].mlp == shared
     mlp = read(tmp_path, GRANITE).layers[0].mlp
     assert isinstance(mlp, ExpertMLP)
-    assert (mlp.shared, mlp.expert, mlp.has_shared_gate) == (shared, DenseMLP(intermediate_size=96), False)
+    assert (mlp.shared_expert, mlp.expert, mlp.has_shared_gate) == (shared, DenseMLP(intermediate_size=96), False)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_olmo_hybrid_sizes_and_rope_default_to_those_of_transformers(
         ),
         (QWEN, {"layer_types": [None, *["full_attention"] * 3]}, "layer_types names None"),
         (QWEN, {"layer_types": [["full_attention"]] * 4}, "layer_types names"),
-        (QWEN, {"layer_types": ["linear_attention"] * 4}, "layer_types names no layer with attention"),
+        (QWEN, {"layer_types": ["linear_attention"] * 4}, "layer_types has no layer with attention"),
         (QWEN, {"full_attention_interval": 5}, "no layer with attention"),
         (QWEN, {"full_attention_interval": 0}, "full_attention_interval = 0"),
         (QWEN, {"linear_num_value_heads": 24}, "linear_num_value_heads = 24 must be a multiple of linear_num_key_heads = 16"),
@@ -240,16 +240,16 @@ def test_olmo_hybrid_sizes_and_rope_default_to_those_of_transformers(
         (LFM2, {"block_ffn_dim_multiplier": 1e30}, "block_ffn_dim_multiplier makes an MLP"),
         (LFM2, {"conv_L_cache": "3"}, "conv_L_cache = '3'"),
         (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
-        (GRANITE, {"mamba_d_head": 24}, r"mamba_n_heads = 8 of mamba_d_head = 24 values, but mamba_expand \* hidden_size = 128"),
+        (GRANITE, {"mamba_d_head": 24}, r"mamba_n_heads = 8 times mamba_d_head = 24 must be mamba_expand \* hidden_size = 128"),
         (GRANITE, {"mamba_n_heads": 7}, "mamba_n_heads = 7"),
         (GRANITE, {"mamba_n_groups": 3}, "mamba_n_heads = 8 must be a multiple of mamba_n_groups = 3"),
         (GRANITE, {"time_step_limit": [1.0, 0.5]}, "time_step_limit"),
         (GRANITE, {"time_step_limit": [0.0]}, "time_step_limit"),
         (GRANITE, {"time_step_limit": [math.nan, 1.0]}, "time_step_limit"),
         (GRANITE, {"time_step_limit": [10**400, math.inf]}, "time_step_limit"),
-        (GRANITE, {"layer_types": None}, "layer_types names no layer with attention"),
+        (GRANITE, {"layer_types": None}, "layer_types has no layer with attention"),
         (GRANITE, {"num_local_experts": -1}, "num_local_experts = -1"),
-        (FALCON, {"mamba_d_head": 24}, "mamba_n_heads = 6 of mamba_d_head = 24 values, but mamba_d_ssm = 96"),
+        (FALCON, {"mamba_d_head": 24}, "mamba_n_heads = 6 times mamba_d_head = 24 must be mamba_d_ssm = 96"),
         (FALCON, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"),
         (FALCON, {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers holds 2 values, expected 5 numbers above 0"),
         (FALCON, {"mlp_multipliers": [1.0, 0]}, "mlp_multipliers holds 2 values, expected 2 numbers above 0"),
@@ -257,7 +257,7 @@ def test_olmo_hybrid_sizes_and_rope_default_to_those_of_transformers(
         (OLMO, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"),
         (OLMO, {"linear_key_head_dim": "12"}, "linear_key_head_dim = '12'"),
         (NEMOTRON, {"hybrid_override_pattern": "M-M"}, "no layer has attention"),
-        (NEMOTRON, {"hybrid_override_pattern": "M|*"}, "names a layer '|', which is not supported; supported are linear_attention, full"),
+        (NEMOTRON, {"hybrid_override_pattern": "M|*"}, "names a layer '|', supported are linear_attention, full"),
         (NEMOTRON, {"hybrid_override_pattern": None}, "layers_block_type = None, expected a list"),
         (NEMOTRON, {"layers_block_type": [["moe"]]}, "names a layer"),
         (NEMOTRON, {"hybrid_override_pattern": "*" * 5000}, "layers_block_type = .*, expected a list of 1 to 4096 layers"),

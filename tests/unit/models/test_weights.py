@@ -58,8 +58,8 @@ def test_internal_tensor_names_map_to_checkpoint_names(tmp_path: Path) -> None:
     assert np.array_equal(weights["layers.1.q_proj.weight"].array, tensors["model.layers.1.self_attn.q_proj.weight"])
     assert np.array_equal(weights["final_norm.weight"].array, tensors["model.norm.weight"])
     assert weights["embedding.weight"].shape == (11, 8)
-    assert weights.has("lm_head.weight")
-    assert not weights.has("layers.0.q_proj.bias")
+    assert weights.has_tensor("lm_head.weight")
+    assert not weights.has_tensor("layers.0.q_proj.bias")
     assert weights.nbytes == sum(array.nbytes for array in tensors.values())
 
 
@@ -153,7 +153,7 @@ def test_tied_embedding_may_be_stored_under_either_name_or_both(tmp_path: Path) 
         write_safetensors(tmp_path / "model.safetensors", tensors | dict.fromkeys(names, table))
         weights = open_weights(tmp_path, tied)
         assert np.array_equal(weights["embedding.weight"].array, table)
-        assert not weights.has("lm_head.weight")
+        assert not weights.has_tensor("lm_head.weight")
 
 
 def test_tied_checkpoint_with_a_different_lm_head_is_refused(tmp_path: Path) -> None:

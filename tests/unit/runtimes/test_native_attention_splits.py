@@ -84,7 +84,7 @@ def test_latent_attention_equals_its_definition_over_stored_keys(kv_cache_dtype:
     bench = Bench.make(5, 1, 112, latent_size=96, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     table, rows = shuffled(random, 24), bench.rows(random, 300)
     found = read(bench, rows, (250, 3, 47), table)
-    codec = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE, planes=1)
+    codec = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE, arrays_per_layer=1)
     keys = np.stack([stored_row(codec, bench, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE)[1][0, 0] for slot in range(300)])
     for row in (0, 249, 252, 256, 299):
         expected = bench.expected(rows[0][row], keys[: row + 1], keys[: row + 1])

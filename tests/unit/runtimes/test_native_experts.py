@@ -66,12 +66,12 @@ def weights_of(routing: ExpertRouting, logits: np.ndarray, tensors: dict[str, An
     if routing.num_groups > 1:
         groups = compared.reshape(routing.num_groups, -1)
         sums = np.sort(groups)[:, -2:].sum(axis=1)
-        groups[np.argsort(-sums, kind="stable")[routing.chosen_groups :]] = -np.inf
+        groups[np.argsort(-sums, kind="stable")[routing.num_selected_groups :]] = -np.inf
         compared = groups.reshape(-1)
     chosen = np.argsort(-compared, kind="stable")[: routing.num_experts_per_token]
     weights = np.zeros_like(scores)
     weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.epsilon) if routing.is_normalized else 1)
-    return weights * routing.factor * (as_float32(tensors["router.scales"]) if routing.has_scales else 1)
+    return weights * routing.weight_factor * (as_float32(tensors["router.scales"]) if routing.has_expert_scales else 1)
 
 
 def expected(mlp: ExpertMLP, tensors: dict[str, AnyTensor], x: FloatArray, logits: FloatArray) -> np.ndarray:
@@ -129,15 +129,15 @@ ROUTINGS = {
     "one": replace(PLAIN.routing, num_experts_per_token=1),
     "all": replace(PLAIN.routing, num_experts_per_token=COUNT),
     "not normalised": replace(PLAIN.routing, is_normalized=False),
-    "scaled": replace(PLAIN.routing, has_scales=True, factor=1.5),
+    "scaled": replace(PLAIN.routing, has_expert_scales=True, weight_factor=1.5),
     "sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, epsilon=1e-20, has_correction_bias=True),
-    "plain sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, is_normalized=False, factor=2.5),
+    "plain sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, is_normalized=False, weight_factor=2.5),
     "groups": ExpertRouting(
         num_experts=40,
         num_experts_per_token=6,
         scoring=RouterScoring.SIGMOID,
         num_groups=5,
-        chosen_groups=2,
+        num_selected_groups=2,
         has_correction_bias=True,
         is_normalized=True,
     ),

@@ -129,7 +129,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             f"the {files.kind.value} drafter {files.path} holds {width}, the target's hidden states have {target.hidden_size} values: "
             "it was made for another model"
         )
-    block_size = fields.integer("block_size", 16, least=2, most=256)
+    block_size = fields.integer("block_size", 16, minimum=2, maximum=256)
     layers = _decoder_config(files, fields, fc[0], block_size)
     _check_config_sizes(files, fields, layers)
     layer_boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
@@ -194,7 +194,7 @@ def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfi
     }
     for name, size in stored.items():
         given = fields.values.get(name)
-        if given is not None and fields.integer(name, least=0) != size:
+        if given is not None and fields.integer(name, minimum=0) != size:
             raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
 
 
@@ -204,7 +204,7 @@ def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
         if files.kind is HeadKind.DFLASH2:
             raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR_PREFIX}*: the file is damaged, download it again")
         return 0
-    return fields.integer("selector_top_k", 16, most=_MAX_CANDIDATES)
+    return fields.integer("selector_top_k", 16, maximum=_MAX_CANDIDATES)
 
 
 def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
@@ -322,7 +322,7 @@ def _with_partial_rotary_factor(fields: JsonFields) -> JsonFields:
     if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
         return fields
     head_size = fields.integer("head_dim", null=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
-    rotated = JsonFields(scaling, fields.path).integer("rope_dim", most=head_size)
+    rotated = JsonFields(scaling, fields.path).integer("rope_dim", maximum=head_size)
     return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 
 

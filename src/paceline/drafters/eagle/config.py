@@ -22,7 +22,7 @@ from paceline.models.config import ModelConfig, WeightType, check_rope
 from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import LayerConfig, QKNorm, share_equal
+from paceline.models.layers import LayerConfig, QKNorm, share_equal_layers
 from paceline.models.rope_config import RopeType
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
@@ -314,7 +314,7 @@ def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         family="llama",
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
-        layers=share_equal(LayerConfig(mixer=replace(attention, window=window), mlp=builder.mlp()) for window in windows),
+        layers=share_equal_layers(LayerConfig(mixer=replace(attention, window=window), mlp=builder.mlp()) for window in windows),
         norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=fields.integer("max_position_embeddings"),
         weight_type=WeightType.F32,

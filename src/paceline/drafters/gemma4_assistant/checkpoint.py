@@ -17,7 +17,7 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType, check_rope
-from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES, METADATA_KEYS, assistant_config, build_layers, sliding_layers
+from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES, METADATA_KEYS, assistant_fields, build_gemma4_layers, sliding_layers
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import ROPE_TENSORS, with_metadata_keys
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
@@ -103,7 +103,7 @@ def _read_layers(files: HeadFiles, builder: LayerBuilder, target: ModelConfig) -
             raise IncompatibleDrafterError(
                 f"the assistant {files.path} has {_LAYER_TYPES[is_local]} layers, the target has none that keep keys"
             )
-    layers = build_layers(builder, is_sliding, [kv_layers[is_local] for is_local in is_sliding])
+    layers = build_gemma4_layers(builder, is_sliding, [kv_layers[is_local] for is_local in is_sliding])
     converted = {layer: _with_kv_of_target_layer(files, builder, layer, target) for layer in dict.fromkeys(layers)}
     return tuple(converted[layer] for layer in layers)
 
@@ -170,7 +170,7 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
     architecture = file.metadata.get("general.architecture")
     if architecture not in ASSISTANT_ARCHITECTURES:
         return None
-    text = assistant_config(file)
+    text = assistant_fields(file)
     target_hidden_size = _read_target_hidden_size(file)
     names = _find_tensor_names(file, text["vocab_size"], text["hidden_size"], target_hidden_size)
     is_clustered = file.metadata.get(f"{architecture}.use_ordered_embeddings")

@@ -71,7 +71,7 @@ class AssistantNetwork:
         top_clusters = np.argpartition(-scores, clusters.top_k - 1)[: clusters.top_k]
         ids = np.sort(ordering.reshape(clusters.num_clusters, -1)[top_clusters].ravel())
         ids = ids[: np.searchsorted(ids, vocab_size)]
-        return ids, self.assistant.weights.rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
+        return ids, self.assistant.weights.read_rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
 
     def _compose(self, ops: Ops[Value]) -> Mapping[str, Value]:
         config = self.assistant.config

@@ -61,11 +61,12 @@ class MergedWeights(LazyWeights):
         names = dict.fromkeys((*base, *self._sources, *self._biases))
         super().__init__(names, self._make_tensor)
         self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
-        self.packed = {name: matrix for name, matrix in base.packed.items() if name not in self._changed}
+        self.packed_matrices = {name: matrix for name, matrix in base.packed_matrices.items() if name not in self._changed}
         self.notices = (*base.notices, *self._merge_notices())
 
-    def rows(self, name: str, row_indices: NDArray[np.int32]) -> Floats:
-        return super().rows(name, row_indices) if self.is_changed(name) else self._base.rows(self._sources.get(name, name), row_indices)
+    def read_rows(self, name: str, row_indices: NDArray[np.int32]) -> Floats:
+        source = self._sources.get(name, name)
+        return super().read_rows(name, row_indices) if self.is_changed(name) else self._base.read_rows(source, row_indices)
 
     def info(self, name: str) -> TensorInfo:
         if name in self._biases:
@@ -75,7 +76,7 @@ class MergedWeights(LazyWeights):
         if name not in self._changed:
             return info
         weight_type = self._type if info.bits is None else self._type_if_quantized
-        nbytes = math.prod(info.shape) * weight_type.item_type.itemsize
+        nbytes = math.prod(info.shape) * weight_type.numpy_dtype.itemsize
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def stored_blocks(self, name: str) -> StoredBlocks | None:
@@ -88,13 +89,13 @@ class MergedWeights(LazyWeights):
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
-        base = self._base.source_arrays(source) if self._base.has(source) else ()
+        base = self._base.source_arrays(source) if self._base.has_tensor(source) else ()
         return (*base, np.frombuffer(self._adapter.digest, np.uint8)[None]) if self.is_changed(name) else base
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
         source = self._sources.get(name, name)
-        if self._base.has(source):  # a bias may exist only in the adapter
+        if self._base.has_tensor(source):  # a bias may exist only in the adapter
             self._base.free_tensor(source)
 
     def is_changed(self, name: str) -> bool:
@@ -117,7 +118,7 @@ class MergedWeights(LazyWeights):
     def _make_tensor(self, name: str) -> AnyTensor:
         if name in self._biases:
             bias = self._adapter_bias(name)
-            values = bias + as_float32(self._base[name]) if self._base.has(name) else bias
+            values = bias + as_float32(self._base[name]) if self._base.has_tensor(name) else bias
             return Tensor(values, WeightType.F32, values.shape)
         source = self._sources.get(name, name)
         if name not in self._changed:
@@ -136,7 +137,7 @@ class MergedWeights(LazyWeights):
         elif update is not None:
             update = LowRankUpdate(update.lora_a, matrix.select_rows(update.lora_b))
         weight_type = self.info(name).weight_type
-        merged = np.empty(tensor.shape, weight_type.item_type)
+        merged = np.empty(tensor.shape, weight_type.numpy_dtype)
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
             rows = slice(start, start + step)

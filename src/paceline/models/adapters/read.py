@@ -165,7 +165,7 @@ class _AdapterBuilder:
             for matrix in self._targets.matrices[name]:
                 selected = slice(None) if matrix.adapter_rows is None else matrix.adapter_rows
                 part = difference[selected]
-                difference[selected] = part - self._weights.rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
+                difference[selected] = part - self._weights.read_rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
             self._add_biases(TargetModule(module.shape, {name: None}), difference)
 
     def _add_replacement(self, name: str, values: Floats) -> None:
@@ -176,7 +176,7 @@ class _AdapterBuilder:
     def _equals_target(self, name: str, values: Floats, weights: Weights) -> bool:
         matrix_name = "embedding" if self._config.tied_embeddings else self._targets.matrices[name][0].name
         chunks = np.array_split(np.arange(len(values), dtype=np.int32), range(_ROWS_PER_COMPARISON, len(values), _ROWS_PER_COMPARISON))
-        return all(np.array_equal(weights.rows(f"{matrix_name}.weight", rows), values[rows]) for rows in chunks)
+        return all(np.array_equal(weights.read_rows(f"{matrix_name}.weight", rows), values[rows]) for rows in chunks)
 
 
 def _select_rows(values: Floats, rows: Rows | None) -> Floats:

@@ -85,7 +85,7 @@ def read_settings(directory: Path) -> AdapterSettings:
     return AdapterSettings(
         path=path,
         base_model=base_model if isinstance(base_model, str) and base_model else None,
-        rank=fields.integer("r", 8, most=MAX_RANK),
+        rank=fields.integer("r", 8, maximum=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
         rank_pattern={name: _check_rank(fields, name, value) for name, value in _read_pattern_table(fields, "rank_pattern").items()},
         alpha_pattern={name: _check_alpha(fields, name, value) for name, value in _read_pattern_table(fields, "alpha_pattern").items()},

@@ -70,7 +70,7 @@ def _read_settings(directory: Path) -> JsonFields:
 
 def _read_mixture_settings(fields: JsonFields, num_adapters: int) -> dict[str, Any]:
     """Return the arguments of `XLoraMixture` that the settings contain."""
-    top_k = None if fields.values.get("top_k_lora") is None else fields.integer("top_k_lora", most=num_adapters)
+    top_k = None if fields.values.get("top_k_lora") is None else fields.integer("top_k_lora", maximum=num_adapters)
     has_softmax = fields.flag("enable_softmax_topk", default=False)
     return {
         "temperature": _read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
@@ -229,8 +229,8 @@ def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, global_weight
 def _read_classifier_layers(fields: JsonFields) -> tuple[int, list[int]]:
     """Return the step between the numbers of the classifier's linear layers in its file, and the input size of each layer."""
     step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout also have layer numbers
-    depth = fields.integer("xlora_depth", 1, most=_MAX_CLASSIFIER_DEPTH)
-    width = fields.integer("xlora_size", 2048, most=_MAX_CLASSIFIER_WIDTH)
+    depth = fields.integer("xlora_depth", 1, maximum=_MAX_CLASSIFIER_DEPTH)
+    width = fields.integer("xlora_size", 2048, maximum=_MAX_CLASSIFIER_WIDTH)
     return step, [fields.integer("hidden_size", 4096), *[width] * (depth - 1)]
 
 

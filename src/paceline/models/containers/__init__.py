@@ -1,1 +1,1 @@
-"""Containers of quantised weights, the formats that other tools write into safetensors files: one file each, listed in `table.py`."""
+"""Containers of quantised weights: the formats of other tools in safetensors files, one module each, listed in `table.py`."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.module import PackedModule
-from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
+from paceline.models.grouped import RUN_COLUMNS, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _KERNEL_GROUP_SIZES = (128, 64, 32, 16)
@@ -41,10 +41,10 @@ class AffineMatrix:
     """A matrix of integer codes in a checkpoint. Its values are read only when `read_rows` is called.
 
     Attributes:
-        where, shape, arrays: as in `PackedMatrix`.
+        where, shape, arrays: as in `PackedMatrix`: file and tensor name for errors, [rows, columns], stored arrays.
         bits: number of bits of a stored code.
         group_size: number of columns that share a scale.
-        zero_point: zero point of all groups; None = each group has its own zero point, or a minimum.
+        zero_point: common zero point of all groups; None = each group has its own zero point or minimum.
         has_minimums: groups have minimums instead of zero points.
         has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
         column_groups: [K] group index of each column (GPTQ's g_idx); None = groups are consecutive columns.
@@ -66,42 +66,42 @@ class AffineMatrix:
         """Return a matrix that is read as quantised groups, or as floats if the kernels do not support its groups."""
         columns, kernel_group_size = self.shape[1], self._kernel_group_size()
         arrays = (*self.arrays, np.array([[self.bits, self.group_size, -1 if self.zero_point is None else self.zero_point]]))
-        width = 4 if self.bits <= 4 and columns % RUN == 0 else 8
+        memory_bits = 4 if self.bits <= 4 and columns % RUN_COLUMNS == 0 else 8
         subtracts_zeros = self.zero_point is None and not self.has_minimums and not self.has_short_scales
         if kernel_group_size is None or (subtracts_zeros and self.bits > 4):
             return PackedMatrix(self.where, self.shape, None, 0, arrays, self._dequantize)
         has_minimums = self.zero_point is None and not subtracts_zeros
-        width = 8 if subtracts_zeros else width
-        row_bytes = columns * width // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
+        memory_bits = 8 if subtracts_zeros else memory_bits
+        row_bytes = columns * memory_bits // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
 
         def read_rows(rows: Rows) -> GroupedMatrix:
-            return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, width, subtracts_zeros=subtracts_zeros)
+            return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, memory_bits, subtracts_zeros=subtracts_zeros)
 
-        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read_rows)
+        return PackedMatrix(self.where, self.shape, memory_bits, row_bytes, arrays, read_rows)
 
     def _kernel_group_size(self) -> int | None:
-        """Return the largest group size of the kernels that divides the stored one; None = no kernel fits, so floats are used."""
+        """Return the largest group size of the kernels that divides `group_size`; None = there is none, so floats are used."""
         if self.column_groups is not None:
             return None
         shared = math.gcd(self.group_size, self.shape[1])
         return next((group_size for group_size in _KERNEL_GROUP_SIZES if shared % group_size == 0), None)
 
-    def _to_grouped_matrix(self, rows: AffineRows, kernel_group_size: int, width: int, *, subtracts_zeros: bool) -> GroupedMatrix:
-        count = self.shape[1] // kernel_group_size
-        scales = _repeat_for_kernel_groups(rows.scales, count, kernel_group_size, self.group_size)
-        minimums = None if rows.minimums is None else _repeat_for_kernel_groups(rows.minimums, count, kernel_group_size, self.group_size)
+    def _to_grouped_matrix(self, rows: AffineRows, kernel_group_size: int, memory_bits: int, *, subtracts_zeros: bool) -> GroupedMatrix:
+        num_groups = self.shape[1] // kernel_group_size
+        scales = _repeat_groups(rows.scales, num_groups, kernel_group_size, self.group_size)
+        minimums = None if rows.minimums is None else _repeat_groups(rows.minimums, num_groups, kernel_group_size, self.group_size)
         if subtracts_zeros:
             assert not isinstance(rows.zero_points, int)
             zeros = np.repeat(rows.zero_points, self.group_size, 1)[:, : self.shape[1]]
             return GroupedMatrix((self._unpack_codes(rows) - zeros).astype(np.int8), scales, None, 8)
         if self.zero_point is None and minimums is None:
             assert not isinstance(rows.zero_points, int)
-            minimums = -(scales * _repeat_for_kernel_groups(rows.zero_points.astype(np.float32), count, kernel_group_size, self.group_size))
-        if width == 4 and self.bits == 4:  # 4-bit codes stay packed: only their order changes
-            return GroupedMatrix(pack_pairs_in_runs(rows.packed_codes), scales, minimums, width, self.zero_point or 0)
+            minimums = -(scales * _repeat_groups(rows.zero_points.astype(np.float32), num_groups, kernel_group_size, self.group_size))
+        if memory_bits == 4 and self.bits == 4:  # 4-bit codes stay packed: only their order changes
+            return GroupedMatrix(pack_pairs_in_runs(rows.packed_codes), scales, minimums, memory_bits, self.zero_point or 0)
         codes = self._unpack_codes(rows)
-        codes = pack_nibbles(codes) if width == 4 else codes
-        return GroupedMatrix(codes, scales, minimums, width, self.zero_point or 0)
+        codes = pack_nibbles(codes) if memory_bits == 4 else codes
+        return GroupedMatrix(codes, scales, minimums, memory_bits, self.zero_point or 0)
 
     def _unpack_codes(self, rows: AffineRows) -> Bytes:
         return unpack_codes(rows.packed_codes, self.bits, self.shape[1])
@@ -147,17 +147,17 @@ def words_as_bytes(words: NDArray[np.uint32]) -> Bytes:
     return np.ascontiguousarray(words).view(np.uint8)
 
 
-def read_column_groups(module: PackedModule, part: str, columns: int, group_size: int, num_groups: int) -> NDArray[np.int64] | None:
-    """Return the group index of each column from the tensor `part` (g_idx); None if groups are consecutive columns.
+def read_column_groups(module: PackedModule, suffix: str, columns: int, group_size: int, num_groups: int) -> NDArray[np.int64] | None:
+    """Return the group index of each column from the tensor `suffix` (g_idx); None if groups are consecutive columns.
 
-    That is so if there is no such tensor, or it has only zeros.
+    Without this tensor, and if it has only zeros, groups are consecutive columns.
 
     Raises:
         CheckpointError: There is not one entry for each column, or an entry is not below `num_groups`.
     """
-    if not module.has_tensor(part):
+    if not module.has_tensor(suffix):
         return None
-    where, groups = module.describe_tensor(part), module.read_tensor(part, "I32", ndim=1).view(np.int32)
+    where, groups = module.describe_tensor(suffix), module.read_tensor(suffix, "I32", ndim=1).view(np.int32)
     if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < num_groups):
         raise CheckpointError(
             f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {num_groups} is "
@@ -167,8 +167,8 @@ def read_column_groups(module: PackedModule, part: str, columns: int, group_size
     return None if not groups.any() or np.array_equal(groups, in_order) else groups.astype(np.int64)
 
 
-def _repeat_for_kernel_groups(values: Floats, num_kernel_groups: int, kernel_group_size: int, group_size: int) -> Floats:
-    """Return scales or minimums [n, num_kernel_groups]: those of a stored group are repeated for each kernel group in it."""
-    if values.shape[1] == num_kernel_groups:
+def _repeat_groups(values: Floats, num_groups: int, kernel_group_size: int, group_size: int) -> Floats:
+    """Return scales or minimums [n, num_groups], repeated because each stored group is split into several groups for the kernels."""
+    if values.shape[1] == num_groups:
         return values
-    return values[:, np.arange(num_kernel_groups) * kernel_group_size // group_size]
+    return values[:, np.arange(num_groups) * kernel_group_size // group_size]

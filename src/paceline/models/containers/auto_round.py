@@ -8,14 +8,14 @@ from paceline.models.containers.module import Container
 from paceline.models.containers.settings import read_choice
 from paceline.models.json_fields import JsonFields
 
-_TOOL = "AutoRound"
+_TOOL_NAME = "AutoRound"
 _PACKINGS: Mapping[str, Callable[[JsonFields], Container]] = {
-    "auto_round": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=True),
-    "auto_round:gptqmodel": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=True),
-    "auto_round:auto_gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=False),
-    "auto_round:gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL, is_gptq_v2=False),
-    "auto_round:auto_awq": lambda fields: awq.awq_layout_container(fields, _TOOL),
-    "auto_round:awq": lambda fields: awq.awq_layout_container(fields, _TOOL),
+    "auto_round": lambda fields: gptq.gptq_layout_container(fields, _TOOL_NAME, is_gptq_v2=True),
+    "auto_round:gptqmodel": lambda fields: gptq.gptq_layout_container(fields, _TOOL_NAME, is_gptq_v2=True),
+    "auto_round:auto_gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL_NAME, is_gptq_v2=False),
+    "auto_round:gptq": lambda fields: gptq.gptq_layout_container(fields, _TOOL_NAME, is_gptq_v2=False),
+    "auto_round:auto_awq": lambda fields: awq.awq_layout_container(fields, _TOOL_NAME),
+    "auto_round:awq": lambda fields: awq.awq_layout_container(fields, _TOOL_NAME),
 }
 
 

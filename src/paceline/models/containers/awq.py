@@ -26,7 +26,7 @@ def awq_container(fields: JsonFields) -> Container:
     old = {"bits": fields.values.get("w_bit"), "group_size": fields.values.get("q_group_size")}
     fields = JsonFields({**{name: value for name, value in old.items() if value is not None}, **fields.values}, fields.path)
     key = "version" if "version" in fields.values else "format"
-    if isinstance(fields.values.get(key), str):  # some files write the version in capitals
+    if isinstance(fields.values.get(key), str):  # some files have the version in capitals
         fields = JsonFields({**fields.values, key: fields.values[key].lower()}, fields.path)
     read_choice(fields, key, ("gemm",), default="gemm")
     return awq_layout_container(fields, "AWQ")
@@ -48,8 +48,8 @@ def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
     for part, array, expected in (("qzeros", zeros, (num_groups, codes.shape[1])), ("scales", scales, (num_groups, outputs))):
         if array.shape != expected:
             raise CheckpointError(
-                f"{where} has shape {list(codes.shape)}, which makes {part} {list(expected)} in groups of {group_size}, "
-                f"but it is {list(array.shape)}; config.json may belong to another model; otherwise download the model again"
+                f"{where} has shape {list(codes.shape)}, so {part} must have shape {list(expected)} in groups of {group_size}, "
+                f"but has {list(array.shape)}; config.json may belong to another model; otherwise download the model again"
             )
     words = np.unique(zeros)
     zero_point = int(words[0] & 15) if len(words) == 1 and int(words[0]) == int(words[0] & 15) * 0x11111111 else None
@@ -69,12 +69,12 @@ def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
 
 
 def _repack_column_pairs(codes: NDArray[np.uint32], word_indices: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the codes of outputs, given their words and positions in them, as [outputs, columns / 2] bytes of two neighbouring columns."""
+    """Return the codes of outputs, two columns in a byte. Output i is at positions[i], 0 to 7, in the words word_indices[i]."""
     used_words, inverse = np.unique(word_indices, return_inverse=True)
     is_range = len(used_words) == used_words[-1] - used_words[0] + 1
     used = codes[:, used_words[0] : used_words[-1] + 1] if is_range else codes[:, used_words]
     used = np.ascontiguousarray(np.pad(used, ((0, len(used) % 2), (0, 0))).T if len(used) % 2 else used.T)
-    first, second = used.view(np.uint8).reshape(len(used_words), -1, 2, 4).transpose(2, 3, 0, 1)  # both [4 bytes, words, columns / 2]
+    first, second = used.view(np.uint8).reshape(len(used_words), -1, 2, 4).transpose(2, 3, 0, 1)  # even, odd columns: [byte, word, column]
     pairs = np.empty((len(used_words), _OUTPUTS_PER_WORD, first.shape[2]), np.uint8)
     for output, nibble in enumerate(_NIBBLE_OF_OUTPUT.tolist()):
         low, high = first[nibble // 2], second[nibble // 2]

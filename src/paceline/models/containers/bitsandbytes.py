@@ -15,8 +15,8 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _QUANT_STATE_SUFFIX = "weight.quant_state.bitsandbytes__"
-_CODE_TYPES = ("nf4", "fp4")
-_MAX_STATE_BYTES = 1 << 16
+_4BIT_TYPES = ("nf4", "fp4")
+_MAX_QUANT_STATE_BYTES = 1 << 16
 _OUTLIER_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
@@ -35,7 +35,7 @@ def bitsandbytes_container(fields: JsonFields) -> Container:
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
-    """Read code * (row maximum / 127). The scale is rounded first, so values are up to a factor of 1 + 2^-23 from bitsandbytes'."""
+    """Read code * (row maximum / 127). The scale is rounded first, so values differ from bitsandbytes' by a factor of at most 1 + 2^-23."""
     where, codes, largest = module.describe_tensor("weight"), module.read_tensor("weight", "I8"), module.read_tensor("SCB", "F32", ndim=1)
     if module.has_tensor("weight_format"):
         layout = module.read_tensor("weight_format", "U8", ndim=None)
@@ -59,11 +59,11 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
 
 def _read_4bit(module: PackedModule) -> PackedMatrix:
     where = module.describe_tensor("weight")
-    kind = next((kind for kind in _CODE_TYPES if module.has_tensor(_QUANT_STATE_SUFFIX + kind)), None)
+    kind = next((kind for kind in _4BIT_TYPES if module.has_tensor(_QUANT_STATE_SUFFIX + kind)), None)
     if kind is None:
         raise CheckpointError(f"{where} is packed, but lacks its quant_state of nf4 or fp4; download the model again")
     state = _read_quant_state(module.read_tensor(_QUANT_STATE_SUFFIX + kind, "U8", ndim=1), where)
-    shape, block = state.values.get("shape"), state.integer("blocksize", most=1 << 20)
+    shape, block_size = state.values.get("shape"), state.integer("blocksize", maximum=1 << 20)
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in shape):
         raise CheckpointError(
             f"{where}: shape = {shortened(shape)} of its quant_state, expected rows and columns; download the model again"
@@ -71,8 +71,8 @@ def _read_4bit(module: PackedModule) -> PackedMatrix:
     outputs, columns = shape
     table = module.read_tensor("weight.quant_map", "F32", ndim=1)
     packed = module.read_tensor("weight", "U8", "I8", "F16", "BF16", "F32", ndim=None)
-    packed, size, num_blocks = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns, -(-outputs * columns // block)
-    scale_arrays, block_scales = _read_block_scales(module, state, num_blocks, where)
+    packed, size = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns
+    scale_arrays, block_scales = _read_block_scales(module, state, -(-size // block_size), where)
     if packed.size != -(-size // 2) or table.shape != (16,):
         raise CheckpointError(
             f"{where} has {packed.size} bytes and a table of {table.size}, but {outputs} x {columns} values of 4 bits take "
@@ -83,21 +83,21 @@ def _read_4bit(module: PackedModule) -> PackedMatrix:
         numbers = np.arange(outputs)[rows][:, None] * columns + np.arange(columns)
         code_pairs = packed[numbers // 2]
         codes = np.where(numbers % 2 == 0, code_pairs >> np.uint8(4), code_pairs & np.uint8(15))
-        blocks, block_indices = np.unique(numbers // block, return_inverse=True)
-        found: Floats = table[codes] * block_scales(blocks)[block_indices.reshape(codes.shape)]
-        return found
+        blocks, block_indices = np.unique(numbers // block_size, return_inverse=True)
+        values: Floats = table[codes] * block_scales(blocks)[block_indices.reshape(codes.shape)]
+        return values
 
     return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *scale_arrays), read_rows)
 
 
 def _read_quant_state(content: NDArray[np.uint8], where: str) -> JsonFields:
-    """Return the JSON object that a tensor holds as bytes."""
+    """Parse the quant_state of a matrix, a JSON object stored as the bytes of a tensor."""
     try:
-        values = json.loads(content[:_MAX_STATE_BYTES].tobytes())
+        values = json.loads(content[:_MAX_QUANT_STATE_BYTES].tobytes())
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{where}: its quant_state is no JSON object; the file is damaged, download it again")
+        raise CheckpointError(f"{where}: its quant_state is not a JSON object; the file is damaged, download it again")
     return JsonFields(values, Path(where))
 
 
@@ -110,15 +110,15 @@ def _read_block_scales(module: PackedModule, state: JsonFields, num_blocks: int,
     if not nested:
         return (stored[:, None],), lambda blocks: stored[blocks]
     largest, table = module.read_tensor("weight.nested_absmax", "F32", ndim=1), module.read_tensor("weight.nested_quant_map", "F32", ndim=1)
-    block, offset = state.integer("nested_blocksize", most=1 << 20), np.float32(state.number("nested_offset", math.nan))
-    if largest.size != -(-num_blocks // block) or table.shape != (256,):
+    block_size, offset = state.integer("nested_blocksize", maximum=1 << 20), np.float32(state.number("nested_offset", math.nan))
+    if largest.size != -(-num_blocks // block_size) or table.shape != (256,):
         raise CheckpointError(
-            f"{where} has {largest.size} scales of scales and a table of {table.size}, expected {-(-num_blocks // block)} and 256; "
+            f"{where} has {largest.size} scales of scales and a table of {table.size}, expected {-(-num_blocks // block_size)} and 256; "
             "download the model again"
         )
 
     def dequantize_scales(blocks: NDArray[np.int64]) -> Floats:
-        found: Floats = table[stored[blocks]] * largest[blocks // block] + offset
-        return found
+        values: Floats = table[stored[blocks]] * largest[blocks // block_size] + offset
+        return values
 
     return (stored[:, None], largest[:, None]), dequantize_scales

@@ -24,13 +24,13 @@ _IGNORED_SUFFIXES = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale", ".q_scale",
     ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
-_BITS = (2, 4, 8)
-_ACTIVATION_NOTICE = "activations are rounded as for any quantised matrix here, not as the file's input_activations specify"
-_CACHE_NOTICE = "its kv_cache_scheme is left out: keys and values are kept as they are"
+_SUPPORTED_BITS = (2, 4, 8)
+_ACTIVATION_NOTICE = "activations are rounded as for other quantised matrices: input_activations is ignored"
+_CACHE_NOTICE = "kv_cache_scheme is ignored: the option kv_cache_dtype sets the type of cached keys and values"
 
 
 def compressed_tensors_container(fields: JsonFields) -> Container:
-    """Return the container of a compressed-tensors `quantization_config`. Matrices may differ in format, which their tensors show.
+    """Return the container of a compressed-tensors `quantization_config`. The names and types of a matrix's tensors show its format.
 
     Raises:
         CheckpointError: A format is not supported, or weights are sparse or transformed.
@@ -39,34 +39,32 @@ def compressed_tensors_container(fields: JsonFields) -> Container:
     read_choice(nested_fields(fields, "sparsity_config"), "format", ("dense",), default="dense")
     refuse_settings(fields, "transform_config")
     groups = nested_fields(fields, "config_groups")
-    notices, block = [], None
+    notices, block_shape = [], None
     for name in groups.values:
         group = nested_fields(groups, name)
         read_choice(group, "format", _FORMATS, default="pack-quantized")
         weights = nested_fields(group, "weights")
-        block = read_block_shape(weights, "block_structure") or block
+        block_shape = read_block_shape(weights, "block_structure") or block_shape
         if group.values.get("input_activations"):
             notices.append(_ACTIVATION_NOTICE)
         refuse_settings(group, "output_activations")
     if fields.values.get("kv_cache_scheme"):
         notices.append(_CACHE_NOTICE)
-    name = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}"
-    return Container(
-        name, (".weight_packed", ".weight_scale"), partial(_read_matrix, block=block), _IGNORED_SUFFIXES, tuple(dict.fromkeys(notices))
-    )
+    name, suffixes = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}", (".weight_packed", ".weight_scale")
+    read_matrix = partial(_read_matrix, block_shape=block_shape)
+    return Container(name, suffixes, read_matrix, _IGNORED_SUFFIXES, tuple(dict.fromkeys(notices)))
 
 
-def _read_matrix(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
+def _read_matrix(module: PackedModule, *, block_shape: tuple[int, int] | None) -> PackedMatrix:
     if module.has_tensor("weight_packed"):
         return _read_packed_integers(module) if module.tensor_type("weight_packed") in ("I32", "U32") else _read_fp4(module)
     if module.tensor_type("weight") != "F8_E4M3":
         return _read_int8(module)
-    module.drop_tensors("weight_zero_point")  # zeros, because FP8 weights have no zero point
-    return read_e4m3(module, "weight_scale", block)
+    module.drop_tensors("weight_zero_point")  # FP8 weights have no zero point; the tensor has only zeros
+    return read_e4m3(module, "weight_scale", block_shape)
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
-    """Read an int8 matrix with one code in a byte."""
     where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "I8")
     outputs, columns = codes.shape
     scales = module.read_floats("weight_scale", ndim=None)
@@ -86,11 +84,11 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
 
 
 def _read_packed_integers(module: PackedModule) -> PackedMatrix:
-    """Read codes + 2^(bits - 1) packed into words along the columns, and zero points packed along the rows."""
+    """Read integer codes packed along the columns, and zero points packed along the rows. Both are stored plus 2^(bits - 1)."""
     where, words = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "I32", "U32")
     shape = module.read_tensor("weight_shape", "I64", "I32", ndim=1)
     outputs, columns = (int(size) for size in shape) if len(shape) == 2 else (0, 0)
-    bits = next((bits for bits in _BITS if -(-columns * bits // 32) == words.shape[1]), None)
+    bits = next((bits for bits in _SUPPORTED_BITS if -(-columns * bits // 32) == words.shape[1]), None)
     if bits is None or outputs != len(words) or columns == 0:
         raise CheckpointError(
             f"{where} has shape {list(words.shape)}, which holds no matrix of weight_shape {shape.tolist()} in 2, 4 or 8 bits; "
@@ -120,22 +118,22 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
     ).to_packed_matrix()  # fmt: skip
 
 
-def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
-    """Return scales or zero points as [N, groups], and the group size. A single number is repeated for all groups."""
+def _expand_to_groups(scales: NDArray[Any], shape: tuple[int, ...], where: str, suffix: str) -> tuple[NDArray[Any], int]:
+    """Return scales (or zero points) as [N, groups], and the group size. A single number is repeated for all groups."""
     outputs, columns = shape
-    if numbers.size == 1:
-        return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1)), columns
-    by_group = numbers.reshape(outputs, 1) if numbers.shape == (outputs,) else numbers
+    if scales.size == 1:
+        return np.broadcast_to(scales.reshape(1, 1), (outputs, 1)), columns
+    by_group = scales.reshape(outputs, 1) if scales.shape == (outputs,) else scales
     if by_group.ndim != 2 or len(by_group) != outputs or not by_group.shape[1] or columns % by_group.shape[1]:
         raise CheckpointError(
-            f"{where} of {outputs} x {columns} values has {part} of shape {list(numbers.shape)}, expected one, one a row or one a group; "
+            f"{where} of {outputs} x {columns} values has {suffix} of shape {list(scales.shape)}, expected one, one a row or one a group; "
             "download the model again"
         )
     return by_group, columns // by_group.shape[1]
 
 
 def _read_fp4(module: PackedModule) -> PackedMatrix:
-    """Read an NVFP4 matrix, whose group scales are divided by one number for the matrix, or an MXFP4 matrix."""
+    """Read an MXFP4 matrix, or an NVFP4 matrix, whose group scales are divided by a global scale."""
     if module.has_tensor("weight_global_scale"):
         return read_nvfp4(module, "weight_packed", "weight_global_scale", is_divisor=True)
     where, pairs = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "U8")

@@ -8,7 +8,7 @@ from paceline.models.containers.settings import read_choice
 from paceline.models.containers.small_floats import read_e4m3
 from paceline.models.json_fields import JsonFields
 
-ACTIVATION_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
+ACTIVATION_NOTICE = "activations are not rounded to 8-bit floats, unlike in FP8 kernels"
 _IGNORED_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
@@ -19,9 +19,9 @@ def fp8_container(fields: JsonFields) -> Container:
         CheckpointError: The block size or the format is not supported.
     """
     read_choice(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
-    blocks = read_block_shape(fields, "weight_block_size")
-    name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
-    read = partial(read_e4m3, scale_name="weight_scale_inv", block=blocks)
+    block_shape = read_block_shape(fields, "weight_block_size")
+    name = "FP8" if block_shape is None else f"FP8, blocks of {block_shape[0]} x {block_shape[1]}"
+    read = partial(read_e4m3, scale_name="weight_scale_inv", block_shape=block_shape)
     return Container(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
 
 

@@ -12,7 +12,7 @@ from paceline.models.containers.settings import read_choice, read_group_size
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
-_BITS = (2, 4, 8)  # supported code widths: codes of 3 bits would cross word boundaries
+_SUPPORTED_BITS = (2, 4, 8)  # 3-bit codes are not supported: they would cross word boundaries
 
 
 def gptq_container(fields: JsonFields) -> Container:
@@ -31,9 +31,9 @@ def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) ->
 
     Args:
         tool: name of the tool that wrote the file.
-        is_gptq_v2: the file states the format gptq_v2, which stores zero points unchanged, the original format minus 1.
+        is_gptq_v2: the settings name the format gptq_v2. It stores zero points unchanged, the original format stores them minus 1.
     """
-    bits = read_choice(fields, "bits", _BITS, default=4)
+    bits = read_choice(fields, "bits", _SUPPORTED_BITS, default=4)
     read = partial(
         _read_matrix,
         bits=bits,
@@ -48,14 +48,14 @@ def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) ->
 def _read_matrix(
     module: PackedModule, *, bits: int, group_size: int, is_gptq_v2: bool, is_symmetric: bool, has_module_overrides: bool
 ) -> PackedMatrix:
-    """Read a matrix. If `has_module_overrides` is set, its bits and group size may differ from those in config.json."""
+    """Read a matrix. With `has_module_overrides`, its bits and group size follow from its shapes instead of config.json."""
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
     outputs = codes.shape[1]
     if has_module_overrides and outputs and zeros.shape[1]:
         bits = 32 * zeros.shape[1] // outputs
-    if bits not in _BITS or codes.shape[0] * 32 % bits:
+    if bits not in _SUPPORTED_BITS or codes.shape[0] * 32 % bits:
         raise CheckpointError(f"{where} holds codes of {bits} bits, supported are 2, 4 and 8: use a GGUF file of the model")
     columns = codes.shape[0] * 32 // bits
     stated, group_size = group_size, columns if group_size == -1 else group_size
@@ -65,8 +65,8 @@ def _read_matrix(
     for part, array, row_size in (("qzeros", zeros, -(-outputs * bits // 32)), ("scales", scales, outputs)):
         if array.shape != (expected := (num_groups, row_size)):
             raise CheckpointError(
-                f"{where} has shape {list(codes.shape)}, which makes {part} {list(expected)} with {bits} bits "
-                f"in groups of {stated}, but it is {list(array.shape)}; config.json may belong to another model; "
+                f"{where} has shape {list(codes.shape)}, so {part} must have shape {list(expected)} with {bits} bits "
+                f"in groups of {stated}, but has {list(array.shape)}; config.json may belong to another model; "
                 "otherwise download the model again"
             )
     offset = 0 if _has_unchanged_zero_points(zeros, bits, is_gptq_v2=is_gptq_v2, is_symmetric=is_symmetric) else 1
@@ -89,8 +89,8 @@ def _read_matrix(
 
 
 def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, *, is_gptq_v2: bool, is_symmetric: bool) -> bool:
-    """Return whether zero points are stored unchanged, not minus 1. Some symmetric files state the wrong format: their values decide."""
-    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # a 32-bit word with the zero point 2^(bits - 1) in each field
+    """Return whether zero points are stored unchanged, not minus 1. Symmetric files may name the wrong format, which their values show."""
+    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # a 32-bit word of zero points 2^(bits - 1)
     ones = sum(1 << shift for shift in range(0, 32, bits))
     if is_symmetric and zeros.size and (zeros == (middle - ones if is_gptq_v2 else middle)).all():
         return not is_gptq_v2
@@ -98,6 +98,6 @@ def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, *, is_gptq_
 
 
 def _zero_point_of_word(word: int, bits: int, offset: int) -> int | None:
-    """Return the zero point that all fields of a word hold; None if they differ."""
+    """Return the common value of all zero points packed in a 32-bit word, plus `offset`; None if they differ."""
     zero_point = {(word >> shift) + offset & 2**bits - 1 for shift in range(0, 32, bits)}
     return zero_point.pop() if len(zero_point) == 1 else None

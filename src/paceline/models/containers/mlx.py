@@ -1,4 +1,4 @@
-"""MLX: codes of 2 to 8 bits with a scale and a minimum for each group. Single modules may have other settings."""
+"""MLX: codes of 2 to 8 bits with a scale and a minimum for each group. Bits and group size may differ by module."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from paceline.models.containers.settings import read_choice
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
-_BITS = (2, 3, 4, 5, 6, 8)
+_SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 
 
 def mlx_container(fields: JsonFields) -> Container:
@@ -30,7 +30,7 @@ def mlx_container(fields: JsonFields) -> Container:
 
 def _read_bits_and_group_size(fields: JsonFields) -> tuple[int, int]:
     read_choice(fields, "mode", ("affine",), default="affine")
-    return read_choice(fields, "bits", _BITS), fields.integer("group_size")
+    return read_choice(fields, "bits", _SUPPORTED_BITS), fields.integer("group_size")
 
 
 def _read_matrix(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
@@ -41,7 +41,7 @@ def _read_matrix(module: PackedModule, *, settings: Mapping[str, tuple[int, int]
     outputs, num_groups = scales.shape
     if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != num_groups * group_size * bits:
         raise CheckpointError(
-            f"{where} has shape {list(words.shape)}, scales {list(scales.shape)} and biases {list(minimums.shape)}, which are no matrix of "
+            f"{where} has shape {list(words.shape)}, scales {list(scales.shape)} and biases {list(minimums.shape)}, which do not match "
             f"{bits} bits in groups of {group_size}; config.json may belong to another model; otherwise download the model again"
         )
 

@@ -8,7 +8,7 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
 
 _IGNORED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
-_CACHE_NOTICE = "its scheme for the cache is left out: keys and values are kept as they are"
+_CACHE_NOTICE = "the KV cache settings are ignored: the option kv_cache_dtype sets the type of cached keys and values"
 
 
 def modelopt_container(fields: JsonFields) -> Container:

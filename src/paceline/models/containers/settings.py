@@ -6,19 +6,19 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
-_NEVER_NULL = "bits"  # null is refused, not replaced by the default: a wrong number of bits would misread every code
+_NON_NULL_SETTING = "bits"  # null is refused instead of replaced by the default: with a wrong number of bits every code would be misread
 
 
-def read_choice(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
-    """Return a setting that must be one of `known`.
+def read_choice(fields: JsonFields, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
+    """Return a setting that must be one of `allowed`.
 
     Raises:
-        CheckpointError: The value is not one of `known`.
+        CheckpointError: The value is not one of `allowed`.
     """
     value = fields.values.get(name)
-    value = default if value is None and (name != _NEVER_NULL or name not in fields.values) else value
-    if not any(type(value) is type(one) and value == one for one in known):
-        expected = ", ".join(map(repr, known))
+    value = default if value is None and (name != _NON_NULL_SETTING or name not in fields.values) else value
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        expected = ", ".join(map(repr, allowed))
         raise CheckpointError(f"{fields.path}: {name} = {shortened(value)} of the quantisation is not supported, only {expected}")
     return value
 
@@ -36,7 +36,7 @@ def refuse_settings(fields: JsonFields, *names: str) -> None:
     """Refuse unsupported settings, which would change the computation.
 
     Raises:
-        CheckpointError: One of `names` is set to a value that is not empty.
+        CheckpointError: One of the settings `names` has a value that is not empty.
     """
     for name in names:
         if fields.values.get(name):
@@ -47,10 +47,10 @@ def refuse_settings(fields: JsonFields, *names: str) -> None:
 
 
 def nested_fields(fields: JsonFields, name: str) -> JsonFields:
-    """Return the fields of a JSON object inside another; without fields if it is absent.
+    """Return the fields of the JSON object in the field `name`; empty if it is absent.
 
     Raises:
-        CheckpointError: The value is no object.
+        CheckpointError: The value is not an object.
     """
     value = fields.values.get(name)
     if value is None:

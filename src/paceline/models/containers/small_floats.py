@@ -1,4 +1,4 @@
-"""Weights in floats of 8 or 4 bits, with scales for rows, blocks or groups."""
+"""Weights in 8-bit or 4-bit floats, with scales for rows, blocks or groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
-from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN, GroupedMatrix, half_scales, pack_pairs_in_runs
+from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN_COLUMNS, GroupedMatrix, half_scales, pack_pairs_in_runs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 
@@ -26,12 +26,12 @@ E4M3 = _e4m3_values()
 """Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
 
 
-def read_e4m3(module: PackedModule, scale_name: str, block: tuple[int, int] | None = None) -> PackedMatrix:
+def read_e4m3(module: PackedModule, scale_name: str, block_shape: tuple[int, int] | None = None) -> PackedMatrix:
     """Return the FP8 matrix `module.weight` times its scales: one for the matrix, for each row, or for each block.
 
     Args:
         scale_name: tensor with the scales. E8M0, also stored as U8, is the exponent of a power of two.
-        block: number of rows and columns that share a scale; None = no blocks.
+        block_shape: number of rows and columns that share a scale; None = no blocks.
 
     Raises:
         CheckpointError: A tensor is missing or of another type, or the number of scales is wrong.
@@ -42,19 +42,19 @@ def read_e4m3(module: PackedModule, scale_name: str, block: tuple[int, int] | No
         scales = np.asarray(module.read_floats(scale_name, ndim=None), np.float32)
     where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "F8_E4M3")
     outputs, columns = codes.shape
-    scale_rows, scale_columns = _scale_indices(scales, codes.shape, block, where)
+    scale_rows, scale_columns = _scale_indices(scales, codes.shape, block_shape, where)
     grid = np.ascontiguousarray(scales).reshape(-1, scale_columns.max(initial=0) + 1)
 
     def read_rows(rows: Rows) -> Floats:
         row_scales = grid[scale_rows[rows]]
-        found: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
-        return found
+        values: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
+        return values
 
     return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read_rows)
 
 
 def _scale_indices(
-    scales: Floats, shape: tuple[int, ...], block: tuple[int, int] | None, where: str
+    scales: Floats, shape: tuple[int, ...], block_shape: tuple[int, int] | None, where: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return for each row and each column of a matrix the index of its scale in the 2D array of scales."""
     outputs, columns = shape
@@ -62,67 +62,67 @@ def _scale_indices(
         return np.zeros(outputs, np.int64), np.zeros(columns, np.int64)
     if scales.shape in ((outputs,), (outputs, 1)):
         return np.arange(outputs), np.zeros(columns, np.int64)
-    if block is None or scales.shape != (-(-outputs // block[0]), -(-columns // block[1])):
-        blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    if block_shape is None or scales.shape != (-(-outputs // block_shape[0]), -(-columns // block_shape[1])):
+        blocks = "" if block_shape is None else f" in blocks of {block_shape[0]} x {block_shape[1]}"
         raise CheckpointError(
             f"{where} of shape {list(shape)} has scales of shape {list(scales.shape)}, expected one, one a row or one a block{blocks}; "
             "config.json may belong to another model; otherwise download the model again"
         )
-    return np.arange(outputs) // block[0], np.arange(columns) // block[1]
+    return np.arange(outputs) // block_shape[0], np.arange(columns) // block_shape[1]
 
 
-def read_nvfp4(module: PackedModule, pairs_name: str, factor_name: str, *, is_divisor: bool) -> PackedMatrix:
-    """Return an NVFP4 matrix, whose E4M3 scales of groups are multiplied or divided by one number for the matrix.
+def read_nvfp4(module: PackedModule, codes_name: str, global_scale_name: str, *, is_divisor: bool) -> PackedMatrix:
+    """Return an NVFP4 matrix. One global scale multiplies or divides the E4M3 scales of its groups.
 
     Raises:
-        CheckpointError: A tensor is missing or of another type, or the factor is implausible.
+        CheckpointError: A tensor is missing or of another type, or the global scale is implausible.
     """
-    where, pairs = module.describe_tensor(pairs_name), module.read_tensor(pairs_name, "U8")
+    where, codes = module.describe_tensor(codes_name), module.read_tensor(codes_name, "U8")
     scales = module.read_tensor("weight_scale", "F8_E4M3")
-    factor = module.read_floats(factor_name, ndim=None).astype(np.float32).reshape(-1)
-    if factor.size != 1 or (is_divisor and not factor[0] > 1):  # the largest weight is 6 * 448 / divisor
+    global_scale = module.read_floats(global_scale_name, ndim=None).astype(np.float32).reshape(-1)
+    if global_scale.size != 1 or (is_divisor and not global_scale[0] > 1):  # the largest weight is 6 * 448 / global_scale
         expected = "one number above 1" if is_divisor else "one number"
-        raise CheckpointError(f"{where}: {factor_name} = {shortened(factor.tolist())}, expected {expected}; download the model again")
+        raise CheckpointError(f"{where}: {global_scale_name} = {shortened(global_scale.tolist())}, expected {expected}; download it again")
 
     def to_half_scales(stored: NDArray[np.uint8]) -> Floats:
-        found: Floats = (E4M3[stored] / factor[0] if is_divisor else E4M3[stored] * factor[0]) * np.float32(0.5)
-        return found
+        values: Floats = (E4M3[stored] / global_scale[0] if is_divisor else E4M3[stored] * global_scale[0]) * np.float32(0.5)
+        return values
 
-    return read_e2m1(where, pairs, scales, to_half_scales, float(factor[0]))
+    return read_e2m1(where, codes, scales, to_half_scales, float(global_scale[0]))
 
 
 def read_e2m1(
-    where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half_scales: Callable[[NDArray[Any]], Floats], factor: float = 1.0
+    where: str, codes: NDArray[np.uint8], scales: NDArray[Any], half_scales: Callable[[NDArray[Any]], Floats], global_scale: float = 1.0
 ) -> PackedMatrix:
     """Return an FP4 (E2M1) matrix in groups of 16 or 32 columns.
 
     Args:
-        pairs: [N, K / 2], two codes in a byte, the first in the low half.
+        codes: [N, K / 2], two codes in a byte, the first in the low half.
         scales: [N, groups], as stored.
-        half_scales: returns half of stored scales as float32, because the table of code values is doubled to be integers.
-        factor: number by which `half_scales` multiplies or divides, for the digest of the values.
+        half_scales: function that converts stored scales to float32 and halves them, because `DOUBLED_E2M1_VALUES` are doubled.
+        global_scale: global scale that `half_scales` applies, for the digest of the values.
 
     Raises:
         CheckpointError: The number of scales is wrong.
     """
-    outputs, columns = pairs.shape[0], 2 * pairs.shape[1]
+    outputs, columns = codes.shape[0], 2 * codes.shape[1]
     num_groups = scales.shape[1] if scales.ndim == 2 else 0
     group_size = columns // num_groups if num_groups and columns % num_groups == 0 else 0
     if group_size not in (16, 32) or len(scales) != outputs:
         raise CheckpointError(
-            f"{where} of shape {list(pairs.shape)} has scales of shape {list(scales.shape)}, expected one for 16 or 32 of "
+            f"{where} of shape {list(codes.shape)} has scales of shape {list(scales.shape)}, expected one for 16 or 32 of "
             f"{columns} columns; download the model again"
         )
 
-    arrays = (pairs, scales, np.array([[factor]]))
+    arrays = (codes, scales, np.array([[global_scale]]))
 
     def read_groups(rows: Rows) -> GroupedMatrix:
-        return GroupedMatrix(pack_pairs_in_runs(pairs[rows]), half_scales(scales[rows]), None, 4, table=DOUBLED_E2M1_VALUES)
+        return GroupedMatrix(pack_pairs_in_runs(codes[rows]), half_scales(scales[rows]), None, 4, table=DOUBLED_E2M1_VALUES)
 
     def read_values(rows: Rows) -> Floats:
-        codes = unpack_codes(pairs[rows], 4, columns)
-        return DOUBLED_E2M1_VALUES[codes].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
+        unpacked = unpack_codes(codes[rows], 4, columns)
+        return DOUBLED_E2M1_VALUES[unpacked].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
 
-    if columns % RUN:
+    if columns % RUN_COLUMNS:
         return PackedMatrix(where, (outputs, columns), None, 0, arrays, read_values)
     return PackedMatrix(where, (outputs, columns), 4, columns // 2 + 4 * num_groups, arrays, read_groups)

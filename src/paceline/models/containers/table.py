@@ -57,7 +57,7 @@ METHODS: Mapping[str, QuantizationMethod] = {
     "bitsandbytes": QuantizationMethod("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes_container),
     "mlx": QuantizationMethod("MLX, affine, 2 to 6 or 8 bits", _GROUPS, mlx_container),
 }
-"""By `quant_method`. MLX files have no such field."""
+"""Supported methods, by `quant_method` in config.json. MLX files have no such field."""
 
 _METHOD_ALIASES = {"intel/auto-round": "auto-round", "autoround": "auto-round", "nvfp4": "modelopt", "modelopt_fp4": "modelopt"}
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -65,18 +65,18 @@ _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
 
-def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_side_files: bool = True) -> Container | None:
+def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_settings_files: bool = True) -> Container | None:
     """Return the container of a checkpoint; None = its matrices are not packed, or are gpt-oss experts in MXFP4.
 
     Args:
         values: the fields of config.json, of its text model if it is multimodal.
         path: path of the config.json.
-        reads_side_files: if config.json has no settings, also look for the settings files of older tools.
+        reads_settings_files: if config.json has no settings, also look for the settings files of older tools.
 
     Raises:
         CheckpointError: The method or a setting is not supported.
     """
-    found = _quantization_settings(values, path) or (_side_file_settings(path) if reads_side_files else None)
+    found = _quantization_settings(values, path) or (_read_settings_file(path) if reads_settings_files else None)
     if found is None or (found[0] == "mxfp4" and family.has_mxfp4_experts):
         return None
     name, settings = found
@@ -97,7 +97,7 @@ def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, 
             continue
         if not isinstance(found, Mapping):
             raise CheckpointError(
-                f"{path}: the weights are quantised ({shortened(found)}): {key} is no object; use another copy of the model"
+                f"{path}: the weights are quantised ({shortened(found)}): {key} is not an object; use another copy of the model"
             )
         method = found.get("quant_method")
         is_mlx = method is None and {"group_size", "bits"} <= found.keys()
@@ -106,7 +106,7 @@ def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, 
     return None
 
 
-def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
+def _read_settings_file(path: Path) -> tuple[str, JsonFields] | None:
     """Return the method and its settings from the settings file of an older tool; None if there is no such file."""
     for file, name in _SETTINGS_FILES.items():
         values = read_json(path.with_name(file))
@@ -118,27 +118,27 @@ def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
 def group_packed_tensors(
     stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container
 ) -> dict[str, StoredWeight]:
-    """Return the tensors with those of each packed matrix replaced by one `PackedMatrix`. Codes are not read yet.
+    """Return the tensors, with the tensors of each packed matrix replaced by one `PackedMatrix`. Codes are not read yet.
 
     Raises:
         CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
-    found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.ignored_suffixes)}
+    tensors: dict[str, StoredWeight] = {name: tensor for name, tensor in stored.items() if not name.endswith(container.ignored_suffixes)}
     for name in stored:
         suffix = next((suffix for suffix in container.packed_suffixes if name.endswith(suffix)), None)
-        if suffix is not None and name in found:
-            module = PackedModule(name.removesuffix(suffix), found, files)
-            packed = container.read(module)
-            if f"{module.name}.weight" in found:
+        if suffix is not None and name in tensors:
+            module = PackedModule(name.removesuffix(suffix), tensors, files)
+            packed = container.read_matrix(module)
+            if f"{module.name}.weight" in tensors:
                 raise CheckpointError(
-                    f"{stored[name].path}: {module.name} is there twice, packed ({name}) and as it is ({module.name}.weight): which one "
-                    "counts cannot be known; download the model again"
+                    f"{stored[name].path}: {module.name} is stored twice, packed ({name}) and unpacked ({module.name}.weight); "
+                    "download the model again"
                 )
-            found[f"{module.name}.weight"] = packed
-    for name, tensor in found.items():
+            tensors[f"{module.name}.weight"] = packed
+    for name, tensor in tensors.items():
         if not isinstance(tensor, PackedMatrix) and tensor.dtype in _PACKED_TYPES:
             raise CheckpointError(
-                f"{tensor.path}: tensor {name} of type {tensor.dtype} is packed, but not as {container.name} packs matrices: what belongs "
-                "to it is missing or of another container; download the model again"
+                f"{tensor.path}: tensor {name} of type {tensor.dtype} is packed, but not in the format {container.name}, or its scales "
+                "are missing; download the model again"
             )
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention (MLA): DeepSeek-V2 and V3, and models of the same form by others."""
+"""Models with multi-head latent attention (MLA): DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu-LLM."""
 
 import math
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, ExpertRouting, LatentProjections, RouterScoring
 
-_GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
-_MAX_SIZE = 1024
-"""Limit of the number of heads and of their sizes: shapes are listed by head before they are compared with the stored tensors."""
-_LATENT_KEYS = {
+_GREEDY_TOPK, _GROUPED_TOPK = "greedy", "group_limited_greedy"
+_MAX_HEADS = _MAX_HEAD_SIZE = 1024
+"""Largest accepted number of heads, and of values in a head: the expected shapes of all heads are listed before the file is checked."""
+_LATENT_GGUF_KEYS = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_nope_head_dim": "attention.key_length_mla",
     "v_head_dim": "attention.value_length_mla",
 }
-"""Metadata keys of the sizes of latent attention."""
+"""GGUF metadata keys of the sizes of latent attention, by config.json field."""
 
 
 def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
@@ -33,51 +33,50 @@ def _latent_attention(builder: LayerBuilder) -> AttentionConfig:
             f"{fields.path}: num_key_value_heads = {builder.num_kv_heads} is not supported for {builder.family.name}, only "
             f"num_attention_heads = {heads} is: all heads share one latent"
         )
-    if heads > _MAX_SIZE:
-        raise CheckpointError(f"{fields.path}: num_attention_heads = {heads}, expected at most {_MAX_SIZE}")
-    query_size, rope_size = fields.integer("qk_nope_head_dim", most=_MAX_SIZE), builder.head_size
+    if heads > _MAX_HEADS:
+        raise CheckpointError(f"{fields.path}: num_attention_heads = {heads}, expected at most {_MAX_HEADS}")
+    unrotated_size, rope_size = fields.integer("qk_nope_head_dim", maximum=_MAX_HEAD_SIZE), builder.head_size
+    value_size = fields.integer("v_head_dim", maximum=_MAX_HEAD_SIZE)
     rank = fields.integer("q_lora_rank") if fields.values.get("q_lora_rank") is not None else 0
-    # Source: the attention of these models in transformers 5.23: with scaled frequencies, scores are multiplied by mscale squared.
+    # As in transformers 5.23: if rotary frequencies are scaled, attention scores are multiplied by mscale squared.
     mscale = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.mscale_all_dim and rope.factor > 1 else 1.0
     return builder.attention(
-        scale=float((query_size + rope_size) ** -0.5 * mscale * mscale),
+        scale=float((unrotated_size + rope_size) ** -0.5 * mscale * mscale),
         num_kv_heads=1,
         head_size=fields.integer("kv_lora_rank") + rope_size,
-        latent=LatentProjections(
-            query_rank=rank, query_size=query_size, rope_size=rope_size, value_size=fields.integer("v_head_dim", most=_MAX_SIZE)
-        ),
+        latent=LatentProjections(query_rank=rank, unrotated_size=unrotated_size, rope_size=rope_size, value_size=value_size),
     )
 
 
 def _layers_with_experts(builder: LayerBuilder, routing: ExpertRouting, is_dense: list[bool]) -> Layers:
-    experts = experts_with_shared(builder, routing, builder.fields.integer("n_shared_experts", least=0))
+    experts = experts_with_shared(builder, routing, builder.fields.integer("n_shared_experts", minimum=0))
     return builder.layers(_latent_attention(builder), [builder.mlp() if dense else experts for dense in is_dense])
 
 
-def _first_layers_dense(builder: LayerBuilder) -> list[bool]:
-    num_dense = builder.fields.integer("first_k_dense_replace", least=0, most=builder.num_layers)
+def _dense_layers(builder: LayerBuilder) -> list[bool]:
+    num_dense = builder.fields.integer("first_k_dense_replace", minimum=0, maximum=builder.num_layers)
     return [layer < num_dense for layer in range(builder.num_layers)]
 
 
 def _deepseek_v2_layers(builder: LayerBuilder) -> Layers:
     method = builder.fields.values.get("topk_method")
-    if method not in (_GREEDY, _BY_GROUP):
+    if method not in (_GREEDY_TOPK, _GROUPED_TOPK):
         raise CheckpointError(
-            f"{builder.fields.path}: topk_method = {shortened(method)} is not supported, only {_GREEDY!r} and {_BY_GROUP!r} are"
+            f"{builder.fields.path}: topk_method = {shortened(method)} is not supported, only {_GREEDY_TOPK!r} and {_GROUPED_TOPK!r} are"
         )
-    routing = grouped_topk_routing(builder) if method == _BY_GROUP else builder.routing()
+    routing = grouped_topk_routing(builder) if method == _GROUPED_TOPK else builder.routing()
     routing = replace(
         routing,
         scoring=RouterScoring.SOFTMAX,
         scores_per_group=1,
         has_correction_bias=False,
-        factor=builder.fields.number("routed_scaling_factor", 1.0),
+        weight_factor=builder.fields.number("routed_scaling_factor", 1.0),
     )
-    return _layers_with_experts(builder, routing, _first_layers_dense(builder))
+    return _layers_with_experts(builder, routing, _dense_layers(builder))
 
 
 def _deepseek_v3_layers(builder: LayerBuilder) -> Layers:
-    return _layers_with_experts(builder, grouped_topk_routing(builder), _first_layers_dense(builder))
+    return _layers_with_experts(builder, grouped_topk_routing(builder), _dense_layers(builder))
 
 
 def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
@@ -89,7 +88,7 @@ def _glm4_moe_lite_layers(builder: LayerBuilder) -> Layers:
 
 def _latent_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     key, scaling = "rope.scaling.yarn_log_multiplier", config.get("rope_scaling") or {}
-    if scaling and fields.architecture_value(key):  # converters store 0.1 mscale_all_dim
+    if scaling and fields.architecture_value(key):  # GGUF converters store 0.1 * mscale_all_dim
         scaling = {**scaling, **dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * fields.number(key), 6))}
     return {
         "rope_scaling": scaling or None,
@@ -101,13 +100,13 @@ def _latent_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek_gguf_fields(gating: GatingFunction, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     grouped = grouped_experts_gguf_fields(fields, config)
     return {
         **fields.read_experts(gating=(gating,)),
         **_latent_gguf_fields(fields, config),
         **grouped,
-        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _BY_GROUP if grouped["n_group"] > 1 else _GREEDY,
+        "topk_method": "noaux_tc" if gating is GatingFunction.SIGMOID else _GROUPED_TOPK if grouped["n_group"] > 1 else _GREEDY_TOPK,
     }
 
 
@@ -119,27 +118,27 @@ def _has_sigmoid_router(fields: GgufFields) -> bool:
     return not _has_no_experts(fields) and bool(fields.architecture_value("expert_gating_func") == GatingFunction.SIGMOID)
 
 
-def _gguf_format(gating: GatingFunction) -> GgufFormat:
-    """Return the format of files whose router has this function. llama.cpp has one architecture for all these models."""
+def _deepseek_gguf_format(gating: GatingFunction) -> GgufFormat:
+    """Return the format of files with this router function. llama.cpp uses the architecture deepseek2 for all of them."""
     return GgufFormat(
         architectures=("deepseek2",),
         matches=_has_sigmoid_router if gating is GatingFunction.SIGMOID else None,
-        read_extra_fields=partial(_gguf_fields, gating),
-        metadata_keys={**_LATENT_KEYS, "n_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale"},
+        read_extra_fields=partial(_deepseek_gguf_fields, gating),
+        metadata_keys={**_LATENT_GGUF_KEYS, "n_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale"},
         has_latent_attention=True,
     )
 
 
-_SIZES = {"head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_DEFAULT_LATENT_SIZES = {"head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _FIXED_FIELDS = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     models="DeepSeek-V3, DeepSeek-R1, Moonlight",
     bundled_drafters=("mtp",),
-    layers=_deepseek_v3_layers,
+    build_layers=_deepseek_v3_layers,
     defaults={
-        **_SIZES,
+        **_DEFAULT_LATENT_SIZES,
         "max_position_embeddings": 4096,
         "q_lora_rank": 1536,
         "n_routed_experts": 256,
@@ -156,7 +155,7 @@ _DEEPSEEK_V3 = Family(
     fixed_fields={**_FIXED_FIELDS, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     field_aliases={"qk_rope_head_dim": "head_dim"},
     module_names={"shared_expert": "mlp.shared_experts"},
-    gguf=_gguf_format(GatingFunction.SIGMOID),
+    gguf=_deepseek_gguf_format(GatingFunction.SIGMOID),
 )
 FAMILIES = (
     replace(
@@ -165,23 +164,23 @@ FAMILIES = (
         architecture="DeepseekV2ForCausalLM",
         models="DeepSeek-V2, DeepSeek-V2-Lite",
         bundled_drafters=(),
-        layers=_deepseek_v2_layers,
+        build_layers=_deepseek_v2_layers,
         defaults={
-            **_SIZES,
+            **_DEFAULT_LATENT_SIZES,
             "max_position_embeddings": 2048,
             "q_lora_rank": 1536,
             "n_routed_experts": 64,
             "moe_intermediate_size": 1407,
             "n_shared_experts": 2,
-            "topk_method": _GREEDY,
+            "topk_method": _GREEDY_TOPK,
             "first_k_dense_replace": 0,
             **special_ids(1, 2),
         },
-        # transformers does not normalise weights whatever norm_topk_prob, other programs do.
+        # norm_topk_prob = true is refused: transformers ignores it, other programs normalise the experts' weights.
         fixed_fields={**_FIXED_FIELDS, "scoring_func": "softmax", "norm_topk_prob": False},
-        gguf=_gguf_format(GatingFunction.SOFTMAX),
+        gguf=_deepseek_gguf_format(GatingFunction.SOFTMAX),
     ),
-    # Moonshot's name for DeepSeek-V3's network. It precedes that family, which a config.json without `model_type` belongs to.
+    # Before DeepSeek-V3: of families with the same architecture, the last one is used if `model_type` is absent.
     replace(_DEEPSEEK_V3, name="kimi_k2", models="Kimi-K2", bundled_drafters=(), gguf=None, gguf_family="deepseek_v3"),
     _DEEPSEEK_V3,
     replace(
@@ -189,9 +188,9 @@ FAMILIES = (
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         models="GLM-4.7-Flash",
-        layers=_glm4_moe_lite_layers,
+        build_layers=_glm4_moe_lite_layers,
         defaults={
-            **_SIZES,
+            **_DEFAULT_LATENT_SIZES,
             "max_position_embeddings": 202752,
             "rms_norm_eps": 1e-5,
             "q_lora_rank": 768,
@@ -215,9 +214,9 @@ FAMILIES = (
         architecture="YoutuForCausalLM",
         models="Youtu-LLM",
         bundled_drafters=(),
-        layers=lambda builder: builder.layers(_latent_attention(builder), builder.mlp()),
+        build_layers=lambda builder: builder.layers(_latent_attention(builder), builder.mlp()),
         defaults={
-            **_SIZES,
+            **_DEFAULT_LATENT_SIZES,
             "max_position_embeddings": 131072,
             "q_lora_rank": 1536,
             "tie_word_embeddings": True,
@@ -228,7 +227,7 @@ FAMILIES = (
             architectures=("deepseek2",),
             matches=_has_no_experts,
             read_extra_fields=_latent_gguf_fields,
-            metadata_keys=_LATENT_KEYS,
+            metadata_keys=_LATENT_GGUF_KEYS,
             has_latent_attention=True,
         ),
     ),

@@ -18,9 +18,9 @@ def _ernie4_5_layers(builder: LayerBuilder) -> Layers:
 def _ernie4_5_moe_layers(builder: LayerBuilder) -> Layers:
     fields, count = builder.fields, builder.num_layers
     routing = replace(builder.routing(), is_normalized=True, has_correction_bias=True)
-    experts = experts_with_shared(builder, routing, fields.integer("moe_num_shared_experts", 2, least=0))
-    first, interval = fields.integer("moe_layer_start_index", 1, least=0), fields.integer("moe_layer_interval", 1)
-    last = count - 1 if fields.values.get("moe_layer_end_index", -1) == -1 else fields.integer("moe_layer_end_index", least=0)
+    experts = experts_with_shared(builder, routing, fields.integer("moe_num_shared_experts", 2, minimum=0))
+    first, interval = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
+    last = count - 1 if fields.values.get("moe_layer_end_index", -1) == -1 else fields.integer("moe_layer_end_index", minimum=0)
     has_experts = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(count)]
     return builder.layers(builder.attention(), [experts if is_sparse else builder.mlp() for is_sparse in has_experts])
 
@@ -50,7 +50,7 @@ _ERNIE4_5 = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     models="ERNIE 4.5 0.3B",
-    layers=_ernie4_5_layers,
+    build_layers=_ernie4_5_layers,
     defaults={**_DEFAULTS, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128},
     fixed_fields={"compression_ratio": 1.0},
     has_interleaved_rope=True,
@@ -65,7 +65,7 @@ FAMILIES = (
         name="ernie4_5_moe",
         architecture="Ernie4_5_MoeForCausalLM",
         models="ERNIE 4.5 MoE (text)",
-        layers=_ernie4_5_moe_layers,
+        build_layers=_ernie4_5_moe_layers,
         defaults={
             **_DEFAULTS,
             "num_attention_heads": 20,
@@ -74,7 +74,7 @@ FAMILIES = (
             "num_experts": 64,
             "num_experts_per_tok": 6,
         },
-        # With use_bias, lm_head would have a bias too.
+        # use_bias is refused: lm_head would have a bias, which this family does not read.
         fixed_fields={"compression_ratio": 1.0, "use_bias": False, "moe_norm_min": 1e-12},
         field_aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
         module_names={"shared_expert": "mlp.shared_experts"},

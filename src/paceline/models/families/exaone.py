@@ -18,7 +18,7 @@ FAMILIES = (
         name="exaone4",
         architecture="Exaone4ForCausalLM",
         models="EXAONE 4",
-        layers=_exaone4_layers,
+        build_layers=_exaone4_layers,
         defaults={
             "max_position_embeddings": 2048,
             "num_key_value_heads": 32,

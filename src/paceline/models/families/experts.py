@@ -1,4 +1,4 @@
-"""MLPs with experts, and their routing, as several families have them."""
+"""Mixture-of-experts MLPs and their routing, for several families."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,20 +21,20 @@ def mlps_with_experts(builder: LayerBuilder, experts: ExpertMLP) -> list[DenseML
 
 
 def experts_with_shared(builder: LayerBuilder, routing: ExpertRouting, num_shared: float) -> ExpertMLP:
-    """Return experts of width `moe_intermediate_size`, and `num_shared` shared ones, which are one MLP of their total width."""
+    """Return experts of width `moe_intermediate_size`. The `num_shared` shared experts are one MLP, `num_shared` times as wide."""
     expert = builder.mlp(width_field="moe_intermediate_size")
     shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
-    return ExpertMLP(routing=routing, expert=expert, shared=shared)
+    return ExpertMLP(routing=routing, expert=expert, shared_expert=shared)
 
 
 def experts_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of experts whose width is `intermediate_size`."""
+    """Return the config.json fields of a family whose experts have the width `intermediate_size`."""
     experts = fields.read_experts(width=config["intermediate_size"])
     return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
 
 
 def grouped_experts_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `grouped_topk_routing`, of dense first layers, and the number of layers without the MTP modules."""
+    """Return the config.json fields for `grouped_topk_routing`, dense first layers, and the number of layers without MTP modules."""
     return {
         "num_hidden_layers": fields.num_layers_without_mtp(config["num_hidden_layers"]),
         "first_k_dense_replace": fields.architecture_value("leading_dense_block_count") or 0,
@@ -46,28 +46,28 @@ def grouped_experts_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -
 
 
 def grouped_topk_routing(builder: LayerBuilder) -> ExpertRouting:
-    """Return the routing of DeepSeek-V3: only experts of the best groups are candidates, selected with a correction bias.
+    """Return DeepSeek-V3's routing: the experts of the best groups compete by score plus a learned correction bias.
 
     Raises:
-        CheckpointError: The number of experts is no multiple of that of groups, or there are too few candidates.
+        CheckpointError: The groups differ in size, or the selected groups have fewer experts than a token uses.
     """
     fields, routing = builder.fields, builder.routing()
-    groups, chosen_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    num_groups, num_selected_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if (
-        routing.num_experts % groups
-        or chosen_groups > groups
-        or routing.num_experts_per_token > routing.num_experts // groups * chosen_groups
+        routing.num_experts % num_groups
+        or num_selected_groups > num_groups
+        or routing.num_experts_per_token > routing.num_experts // num_groups * num_selected_groups
     ):
         raise CheckpointError(
-            f"{fields.path}: {routing.num_experts} experts in n_group = {groups} groups, of which topk_group = {chosen_groups} are chosen, "
+            f"{fields.path}: {routing.num_experts} experts in n_group = {num_groups} groups, topk_group = {num_selected_groups} selected, "
             f"cannot give num_experts_per_tok = {routing.num_experts_per_token}"
         )
     return replace(
         routing,
         scoring=RouterScoring.SIGMOID,
         epsilon=1e-20 if routing.is_normalized else 0.0,
-        factor=fields.number("routed_scaling_factor", 1.0),
-        num_groups=groups,
-        chosen_groups=chosen_groups,
+        weight_factor=fields.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        num_selected_groups=num_selected_groups,
         has_correction_bias=True,
     )

@@ -1,4 +1,4 @@
-"""Falcon-H1: every layer has attention and a Mamba-2 mixer next to each other, with the same input."""
+"""Falcon-H1: every layer has attention and a Mamba-2 mixer in parallel, with the same input."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
 
 
 def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
-    """Return equal layers. Factors of the attention's input and keys become factors of scores and values, which gives the same output.
+    """Return equal layers. Multipliers of the attention's input and keys are folded into the scales of scores and values.
 
     Source: Falcon-H1's model in transformers 5.23.
     """
@@ -22,7 +22,7 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
     )
     scale = float(builder.head_size**-0.5) * input_scale**2 * key_scale
     attention = builder.attention(scale=scale, value_scale=input_scale * output_scale)
-    gate_scale, mlp_scale = _multipliers(builder, "mlp_multipliers", 2)
+    gate_scale, mlp_scale = _read_multipliers(builder, "mlp_multipliers", 2)
     mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ONLY), gate_scale=gate_scale, output_scale=mlp_scale)
     return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers
 
@@ -32,7 +32,7 @@ def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
     width = fields.integer("mamba_d_ssm", null=fields.integer("mamba_expand") * fields.integer("hidden_size"))
     norm = GatedNorm.BEFORE_GATE if fields.flag("mamba_norm_before_gate", default=True) else GatedNorm.AFTER_GATE
     input_scale = fields.positive_number("ssm_in_multiplier", 1.0)
-    gate, x, b, c, dt = (input_scale * scale for scale in _multipliers(builder, "ssm_multipliers", 5))
+    gate, x, b, c, dt = (input_scale * scale for scale in _read_multipliers(builder, "ssm_multipliers", 5))
     return replace(
         mamba_mixer_of_width(builder, width, "mamba_d_ssm", bias=False),
         norm=norm if builder.flag("mamba_rms_norm") else GatedNorm.NONE,
@@ -43,12 +43,12 @@ def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
     )
 
 
-def _multipliers(builder: LayerBuilder, name: str, count: int) -> tuple[float, ...]:
+def _read_multipliers(builder: LayerBuilder, name: str, count: int) -> tuple[float, ...]:
     return (1.0,) * count if builder.fields.values.get(name) is None else builder.fields.positive_numbers(name, count)
 
 
 def _falcon_h1_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Falcon-H1's own config.json fields. llama.cpp's converter multiplies weights by all factors, and normalises after the gate."""
+    """Return Falcon-H1's own config.json fields: no multipliers, because llama.cpp's converter folds them into the weights."""
     num_layers = config["num_hidden_layers"]
     return {
         **mamba_gguf_fields(fields, num_layers),
@@ -63,7 +63,7 @@ FAMILIES = (
         name="falcon_h1",
         architecture="FalconH1ForCausalLM",
         models="Falcon-H1",
-        layers=_falcon_h1_layers,
+        build_layers=_falcon_h1_layers,
         defaults={
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
@@ -83,7 +83,7 @@ FAMILIES = (
             "mlp_norm": "pre_ff_layernorm",
             **{name: f"feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
         },
-        has_multipliers=True,
+        has_embedding_and_logit_multipliers=True,
         recurrent_module="mamba",
         gguf=GgufFormat(
             architectures=("falcon-h1",),

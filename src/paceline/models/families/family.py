@@ -12,18 +12,13 @@ from paceline.models.layers import LayerConfig
 Layers = tuple[LayerConfig, ...]
 
 
-def no_extra_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return no fields. Families use it whose config.json needs no more than the metadata that all GGUF files have."""
-    return {}
-
-
 def sliding_window_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `sliding_window` and `layer_types`. Families use it whose layers may have a sliding window."""
+    """Return `sliding_window` and `layer_types`, for families whose layers may have a sliding window."""
     return fields.read_sliding_window(config["num_hidden_layers"])
 
 
 def special_ids(bos: int, eos: int) -> dict[str, int]:
-    """Return the config.json fields with the ids of the tokens that begin and end a text."""
+    """Return the config.json fields for the ids of the BOS and EOS tokens."""
     return {"bos_token_id": bos, "eos_token_id": eos}
 
 
@@ -34,23 +29,23 @@ class GgufFormat:
     Attributes:
         architectures: values of `general.architecture` of the family's files.
         matches: function that returns whether a file belongs to this family, if several families share the architecture.
-        read_extra_fields: function that returns the family's own config.json fields, given those that every GGUF file has.
-        metadata_keys: GGUF keys of config.json fields, for errors, where `gguf/config.py` does not list them.
-        module_names: GGUF names of modules that differ from those in `gguf/weights.py`.
-        ignored_tensors: names in a block of tensors that the network does not have, and that `read_extra_fields` has checked.
+        read_extra_fields: function that returns the family's own config.json fields, given those that all GGUF files have.
+        metadata_keys: maps config.json fields to the GGUF keys that errors name, in addition to those in `gguf/config.py`.
+        module_names: maps modules to their GGUF names, where they differ from those in `gguf/weights.py`.
+        ignored_tensors: per-layer tensors that are not loaded, without "blk.N.". `read_extra_fields` checks their values.
         has_interleaved_rope: rows of q and k are stored for interleaved (GPT-J style) rotary embeddings.
-        has_rope: rotary settings are read from the usual metadata. False = `read_extra_fields` reads them, or there are none.
+        has_rope: rotary settings are read from the usual metadata. False = `read_extra_fields` reads them, or the family has none.
         has_untied_output: a file without `output.weight` is damaged. False = such a file has tied embeddings.
-        has_tiled_value_heads: gated delta nets store the first value head of every key head, then the second of every key head, ….
+        has_tiled_value_heads: gated delta nets store the first value head of every key head, then the second of each, and so on.
         allows_zero_sizes: in per-layer metadata, layers without attention or without an MLP have size 0.
-        allows_mixed_sizes: layers may differ in size. `read_extra_fields` then reads the sizes.
-        has_latent_attention: heads have the size of their rotated values, `rope.dimension_count`.
-        norm_eps_key: metadata key of the norms' epsilon, if it is not `attention.layer_norm_rms_epsilon`.
+        allows_mixed_sizes: layers may differ in head and MLP sizes, which `read_extra_fields` reads.
+        has_latent_attention: the family has MLA: `head_dim` is the rotated part of a head, `rope.dimension_count`.
+        norm_eps_key: metadata key of the norms' epsilon; empty = `attention.layer_norm_rms_epsilon`.
     """
 
     architectures: tuple[str, ...]
     matches: Callable[[GgufFields], bool] | None = None
-    read_extra_fields: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_extra_fields
+    read_extra_fields: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = lambda fields, config: {}
     metadata_keys: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
@@ -71,24 +66,24 @@ class Family:
     Attributes:
         name, architecture: `model_type` and class in a Hugging Face config.json.
         models: published models of the family, for docs.
-        layers: function that builds the layers from config.json.
+        build_layers: function that builds the layers from config.json.
         defaults: fields that config.json may leave out, with the values of the configuration class in transformers.
         fixed_fields: values that fields must have, if they are given. A file with another value is refused.
-        gguf: format of its GGUF files; None = see `gguf_family`, or GGUF files are not supported.
-        gguf_family: another family with the same network, which reads the GGUF files of this one.
+        gguf: format of its GGUF files; None = that of `gguf_family`, if set. Otherwise GGUF files are not supported.
+        gguf_family: another family with the same network. GGUF files of this family are read as files of that one.
         bundled_drafters: drafters in the publisher's checkpoints, for docs.
-        published_heads: methods of drafting heads that others published for it, for docs.
-        activation_field: the config.json field of the activation.
+        published_heads: methods of drafting heads that third parties published for it, for docs.
+        activation_field: the config.json field that names the activation function of MLPs.
         has_local_rope: layers with a sliding window have rotary settings of their own.
         needs_local_rope: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
         has_temperature_tuning: `llama_4_scaling_beta` scales queries by their position.
-        has_rope_alpha: `alpha` of the rope type dynamic multiplies the base, whatever the context length.
+        has_rope_alpha: with the rope type dynamic, the base is multiplied by a power of `alpha` at every context length.
         has_partial_rope: `partial_rotary_factor` may be below 1.
         has_interleaved_rope: checkpoints have interleaved (GPT-J style) rotary embeddings; rows of q and k are reordered at load.
-        rope_type_aliases: other spellings of rope types.
-        module_names: checkpoint names of modules or tensors that differ from those in `tensor_names.py`.
+        rope_type_aliases: maps other names of rope types to those of `RopeType`.
+        module_names: maps modules or tensors to their checkpoint names, where they differ from those in `tensor_names.py`.
         module_aliases: maps other names of modules in checkpoints to the usual ones.
-        loaded_module_names: names that transformers gives to modules of checkpoints when it loads them; those are in adapter files.
+        loaded_module_names: maps checkpoint names of modules to those in transformers after loading, which adapter files use.
         mlp_module: name of the module with the experts in checkpoints, if it is not `mlp`.
         mlp_tensors: maps names of tensors in `mlp_module` to the names that most families use in `mlp`.
         has_fused_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
@@ -97,17 +92,17 @@ class Family:
         field_aliases: maps other names of config.json fields to the usual ones. If a file has both, the alias is read.
         has_mxfp4_experts: checkpoints stack all experts of a layer in two tensors, in MXFP4 or as transposed bfloat16.
         has_norm_offset, has_embedding_norm, has_lm_head_bias: as in `ModelConfig`.
-        has_plain_final_norm: the weight of the final norm is stored as it is, also with `has_norm_offset`.
+        has_plain_final_norm: `has_norm_offset` does not apply to the final norm.
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
-        has_partial_layer_table: the table of per-layer embeddings may have fewer rows than the vocabulary.
+        has_partial_per_layer_embedding: the table of per-layer embeddings may have fewer rows than the vocabulary.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
-        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits by `lm_head_multiplier` / `logits_scaling`.
+        has_embedding_and_logit_multipliers: `embedding_multiplier` scales embedding rows, `lm_head_multiplier` / `logits_scaling` logits.
     """
 
     name: str
     architecture: str
     models: str
-    layers: Callable[[LayerBuilder], Layers]
+    build_layers: Callable[[LayerBuilder], Layers]
     defaults: Mapping[str, Any]
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufFormat | None = None
@@ -137,6 +132,6 @@ class Family:
     has_embedding_norm: bool = False
     has_lm_head_bias: bool = False
     has_scaled_embedding: bool = False
-    has_partial_layer_table: bool = False
+    has_partial_per_layer_embedding: bool = False
     has_logit_soft_cap: bool = False
-    has_multipliers: bool = False
+    has_embedding_and_logit_multipliers: bool = False

@@ -15,17 +15,18 @@ _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma_layers(
-    builder: LayerBuilder, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None
+    builder: LayerBuilder, *, full_attention_interval: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None
 ) -> Layers:
     if builder.flag("use_bidirectional_attention"):
-        raise CheckpointError(f"{builder.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
+        raise CheckpointError(f"{builder.fields.path}: use_bidirectional_attention is set: embedding models are not supported")
     bias, scale = builder.flag("attention_bias"), builder.fields.positive_number("query_pre_attn_scalar") ** -0.5
     attention = builder.attention(bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
-    return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=builder.sliding_layers(pattern))
+    is_sliding = builder.sliding_layers(full_attention_interval)
+    return builder.layers(attention, builder.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=is_sliding)
 
 
 def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma's own config.json fields. The attention scale is not in the metadata, because llama.cpp computes it in code."""
+    """Return Gemma's own config.json fields. The metadata has no attention scale: llama.cpp derives it from the model's size."""
     is_27b = config["num_hidden_layers"] == _NUM_LAYERS_OF_27B[fields.architecture]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     values = {
@@ -46,7 +47,7 @@ _GEMMA2 = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     models="Gemma 2",
-    layers=lambda builder: _gemma_layers(builder, pattern=2, soft_cap=builder.soft_cap("attn_logit_softcapping")),
+    build_layers=lambda builder: _gemma_layers(builder, full_attention_interval=2, soft_cap=builder.soft_cap("attn_logit_softcapping")),
     defaults={**_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     activation_field="hidden_activation",
     has_norm_offset=True,
@@ -61,7 +62,7 @@ FAMILIES = (
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
         models="Gemma 3 (text)",
-        layers=lambda builder: _gemma_layers(builder, qk_norm=QKNorm.HEAD),
+        build_layers=lambda builder: _gemma_layers(builder, qk_norm=QKNorm.HEAD),
         defaults={**_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6},
         has_local_rope=True,
         gguf=GgufFormat(architectures=("gemma3",), read_extra_fields=_gemma_gguf_fields),

@@ -1,4 +1,4 @@
-"""Gemma 4: sliding and full attention differ in size, some layers read the KV cache of another, and layers have per-layer inputs."""
+"""Gemma 4: head sizes differ by attention type, the last layers share KV caches of earlier ones, and layers have per-layer inputs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,33 +8,33 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.family import Family, GgufFormat, Layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm, share_equal
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm, share_equal_layers
 from paceline.models.rope_config import read_rope
 
 ASSISTANT_ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant")
 """`general.architecture` of the drafters that Google trained for Gemma 4: llama.cpp's name, and that of older converters."""
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_ROPE_PARAMETERS = {
-    _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
-    _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_PER_LAYER_SIZE_KEYS = ("num_key_value_heads", "head_dim")
-_DEFAULT_GLOBAL_INTERVAL = 6  # every 6th layer has full attention if a GGUF file has no pattern
-_MIN_UNROTATED_DIVISOR = 1e20  # divisors of at least this size mark pairs that do not rotate
+_PER_LAYER_SIZES = ("num_key_value_heads", "head_dim")
+_DEFAULT_FULL_ATTENTION_INTERVAL = 6  # every 6th layer has full attention if a GGUF file does not list the layers with a sliding window
+_MIN_UNROTATED_DIVISOR = 1e20  # a rotary pair whose frequency is divided by this much or more counts as unrotated
 
 
-def _gemma4_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
+def _gemma4_layers(builder: LayerBuilder) -> Layers:
     """Return the layers of a text model.
 
     Source: Gemma 4's model in transformers 5.23.
     """
     is_sliding = sliding_layers(builder)
-    return build_layers(builder, is_sliding, kv_layers(builder, is_sliding))
+    return build_gemma4_layers(builder, is_sliding, kv_source_layers(builder, is_sliding))
 
 
 def sliding_layers(builder: LayerBuilder) -> list[bool]:
@@ -46,123 +46,123 @@ def sliding_layers(builder: LayerBuilder) -> list[bool]:
     return [*builder.sliding_layers(6)[:-1], False]
 
 
-def build_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
+def build_gemma4_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_source_layers: Sequence[int | None]) -> Layers:
     """Return the layers of a Gemma 4 model or assistant.
 
     Args:
         is_sliding: for each layer whether it has a sliding window.
-        kv_layers: for each layer the index of the layer whose KV cache it reads; None = its own.
+        kv_source_layers: for each layer the index of the layer whose KV cache it reads; None = its own.
 
     Raises:
         CheckpointError: A value is out of range or not supported.
     """
-    _refuse_bidirectional(builder)
+    _refuse_bidirectional_attention(builder)
     fields, mlp = builder.fields, builder.mlp()
     double_wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if builder.flag("use_double_wide_mlp") else mlp
-    mlps = _with_experts(builder, (mlp, double_wide)) if builder.flag("enable_moe_block") else (mlp, double_wide)
-    size = _read_non_negative(fields, "hidden_size_per_layer_input")
+    mlps = _mlps_with_experts(builder, (mlp, double_wide)) if builder.flag("enable_moe_block") else (mlp, double_wide)
+    size = _read_non_negative_integer(fields, "hidden_size_per_layer_input")
     per_layer_input = PerLayerInput(size=size, activation=mlp.activation) if size else None
     attention_layers = {
-        is_local: _attention_config(builder, is_local=is_local, sizes=_attention_sizes(builder, is_sliding, is_local=is_local))
-        for is_local in set(is_sliding)
+        has_window: _attention_config(builder, has_window=has_window, sizes=_attention_sizes(builder, is_sliding, has_window=has_window))
+        for has_window in set(is_sliding)
     }
-    return share_equal(
+    return share_equal_layers(
         LayerConfig(
-            mixer=replace(attention_layers[is_local], kv_layer=kv_layer),
+            mixer=replace(attention_layers[has_window], kv_layer=kv_layer),
             mlp=mlps[kv_layer is not None],
             norm_order=NormOrder.SANDWICH,
             per_layer_input=per_layer_input,
             has_output_scale=True,
         )
-        for is_local, kv_layer in zip(is_sliding, kv_layers, strict=True)
+        for has_window, kv_layer in zip(is_sliding, kv_source_layers, strict=True)
     )
 
 
-def _with_experts(builder: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
-    """Return mixture-of-experts MLPs, each with one of the dense MLPs as its shared expert."""
-    routing = replace(builder.routing(count_fields=("top_k_experts",)), is_normalized=True, has_scales=True)
+def _mlps_with_experts(builder: LayerBuilder, shared_experts: Sequence[DenseMLP]) -> list[ExpertMLP]:
+    """Return a mixture of experts for each shared expert."""
+    routing = replace(builder.routing(count_fields=("top_k_experts",)), is_normalized=True, has_expert_scales=True)
     expert, scale = builder.mlp(width_field="moe_intermediate_size"), float(builder.fields.integer("hidden_size") ** -0.5)
-    return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
+    return [ExpertMLP(routing=routing, expert=expert, shared_expert=mlp, has_own_norms=True, router_scale=scale) for mlp in shared_experts]
 
 
-def _refuse_bidirectional(builder: LayerBuilder) -> None:
+def _refuse_bidirectional_attention(builder: LayerBuilder) -> None:
     fields, name = builder.fields, "use_bidirectional_attention"
     if (value := fields.values.get(name)) not in (None, False, "vision"):
-        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}: it embeds text, it does not generate")
+        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}: embedding models are not supported")
 
 
-def kv_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
-    """Return for each layer whose KV cache it reads; None = its own. The last layers read that of an earlier layer of their type."""
-    fields, count = builder.fields, _read_non_negative(builder.fields, "num_kv_shared_layers")
+def kv_source_layers(builder: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
+    """Return for each layer the layer whose KV cache it reads: for the last ones an earlier layer of their type; None = its own."""
+    fields, count = builder.fields, _read_non_negative_integer(builder.fields, "num_kv_shared_layers")
     first = builder.num_layers - count
     if first < 1:
         limit = f"num_hidden_layers = {builder.num_layers}"
         raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than {limit}")
-    owners = {is_local: index for index, is_local in enumerate(is_sliding[:first])}
-    for is_local in is_sliding[first:]:
-        if is_local not in owners:
+    owners = {has_window: index for index, has_window in enumerate(is_sliding[:first])}
+    for has_window in is_sliding[first:]:
+        if has_window not in owners:
             raise CheckpointError(
-                f"{fields.path}: num_kv_shared_layers = {count}: no {_LOCAL if is_local else _GLOBAL} layer before them "
+                f"{fields.path}: num_kv_shared_layers = {count}: no {_SLIDING if has_window else _FULL} layer before them "
                 "has keys and values to share"
             )
-    return [None] * first + [owners[is_local] for is_local in is_sliding[first:]]
+    return [None] * first + [owners[has_window] for has_window in is_sliding[first:]]
 
 
-def _read_non_negative(fields: JsonFields, name: str) -> int:
+def _read_non_negative_integer(fields: JsonFields, name: str) -> int:
     """Return an integer of 0 or more; null = 0."""
     return 0 if fields.values.get(name) in (None, 0) else fields.integer(name)
 
 
-def _attention_config(builder: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
+def _attention_config(builder: LayerBuilder, *, has_window: bool, sizes: tuple[int, int]) -> AttentionConfig:
     fields, (num_kv_heads, head_size) = builder.fields, sizes
-    window = fields.integer("sliding_window") if is_local else None
+    window = fields.integer("sliding_window") if has_window else None
     return builder.attention(
         bias=builder.flag("attention_bias"),
         qk_norm=QKNorm.HEAD,
         scale=1.0,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(_with_rope_parameters(fields), builder.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
+        rope=read_rope(_with_default_rope(fields), builder.family, head_size=head_size, layer_type=_SLIDING if has_window else _FULL),
         window=None if window is None or window >= builder.max_positions else window,
         has_value_norm=True,
-        has_keys_as_values=not is_local and builder.flag("attention_k_eq_v"),
+        has_keys_as_values=not has_window and builder.flag("attention_k_eq_v"),
     )
 
 
-def _with_rope_parameters(fields: JsonFields) -> JsonFields:
+def _with_default_rope(fields: JsonFields) -> JsonFields:
     ropes = fields.values.get("rope_parameters") or _DEFAULT_ROPE_PARAMETERS
     if not isinstance(ropes, Mapping) or any(not isinstance(ropes.get(kind), Mapping) for kind in _DEFAULT_ROPE_PARAMETERS):
-        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_LOCAL} and of {_GLOBAL}")
+        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_SLIDING} and of {_FULL}")
     return JsonFields({**fields.values, "rope_parameters": ropes}, fields.path)
 
 
-def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
+def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, has_window: bool) -> tuple[int, int]:
     """Return the number of KV heads and the head size, which must be the same for all sliding, or all full-attention, layers."""
     fields, per_layer = builder.fields, builder.fields.values.get("per_layer_config")
     if per_layer is None:
-        own = {} if is_local else _global_attention_fields(builder)
-        return _checked_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path))
+        own = {} if has_window else _full_attention_fields(builder)
+        return _read_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path))
     if not isinstance(per_layer, Mapping):
-        raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(per_layer)}, expected what differs by layer")
-    per_layer = {key.lstrip("0") or "0": own for key, own in per_layer.items()}  # transformers pads the numbers with zeros
+        raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(per_layer)}, expected the sizes that differ, by layer")
+    per_layer = {key.lstrip("0") or "0": own for key, own in per_layer.items()}  # transformers pads layer numbers with zeros
     if unknown := per_layer.keys() - {str(index) for index in range(builder.num_layers)}:
         num_layers = builder.num_layers
         raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {num_layers} layers")
     found = set()
-    for index in [index for index, other in enumerate(is_sliding) if other == is_local]:
+    for index in [index for index, other in enumerate(is_sliding) if other == has_window]:
         own = per_layer.get(str(index)) or {}
-        if not isinstance(own, Mapping) or not own.keys() <= set(_PER_LAYER_SIZE_KEYS):
+        if not isinstance(own, Mapping) or not own.keys() <= set(_PER_LAYER_SIZES):
             raise CheckpointError(
-                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_PER_LAYER_SIZE_KEYS)} may differ"
+                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_PER_LAYER_SIZES)} may differ"
             )
-        found.add(_checked_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path)))
+        found.add(_read_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path)))
     if len(found) > 1:
-        kind = _LOCAL if is_local else _GLOBAL
-        raise CheckpointError(f"{fields.path}: per_layer_config gives {kind} layers different sizes, {sorted(found)}: they must be alike")
+        kind = _SLIDING if has_window else _FULL
+        raise CheckpointError(f"{fields.path}: per_layer_config gives {kind} layers different sizes, {sorted(found)}: they must be equal")
     return found.pop()
 
 
-def _global_attention_fields(builder: LayerBuilder) -> dict[str, Any]:
+def _full_attention_fields(builder: LayerBuilder) -> dict[str, Any]:
     fields = builder.fields
     sizes: dict[str, Any] = {"head_dim": fields.integer("global_head_dim", 512)}
     if builder.flag("attention_k_eq_v") and fields.values.get("num_global_key_value_heads") is not None:
@@ -170,7 +170,7 @@ def _global_attention_fields(builder: LayerBuilder) -> dict[str, Any]:
     return sizes
 
 
-def _checked_attention_sizes(builder: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
+def _read_attention_sizes(builder: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
     num_kv_heads, head_size = fields.integer("num_key_value_heads"), fields.integer("head_dim")
     if builder.num_heads % num_kv_heads or head_size % 2:
         raise CheckpointError(
@@ -188,8 +188,8 @@ def _gemma4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     return _GgufLayers(fields, num_layers, num_shared).config_fields()
 
 
-def assistant_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json fields of an assistant's layers. All of them read the target's KV cache.
+def assistant_fields(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json fields of a Gemma 4 assistant's layers. All of them read the target's KV cache.
 
     Raises:
         CheckpointError: A value is missing, out of range or not supported.
@@ -220,27 +220,26 @@ class _GgufLayers:
         self._num_owners = num_layers - num_shared
 
     def config_fields(self) -> dict[str, Any]:
-        """Return Gemma 4's own config.json fields."""
         fields, is_sliding = self._fields, self._sliding_layers()
-        global_size = fields.count("attention.key_length")
-        local_size = fields.count("attention.key_length_swa", global_size)
-        for key, expected in (("value_length", global_size), ("value_length_swa", local_size)):
+        full_size = fields.count("attention.key_length")
+        sliding_size = fields.count("attention.key_length_swa", full_size)
+        for key, expected in (("value_length", full_size), ("value_length_swa", sliding_size)):
             if (size := fields.architecture_value(f"attention.{key}")) not in (None, expected):
                 fields.raise_invalid(f"attention.{key}", size, f"the size of keys, {expected}")
         table = fields.file.tensors.get("per_layer_token_embd.weight")
         full_layers = [layer for layer in range(self._num_owners) if not is_sliding[layer]]
         soft_cap = fields.architecture_value("final_logit_softcapping")
         values = {
-            "layer_types": [_LOCAL if is_local else _GLOBAL for is_local in is_sliding],
+            "layer_types": [_SLIDING if has_window else _FULL for has_window in is_sliding],
             "num_kv_shared_layers": self._num_shared,
             "attention_k_eq_v": any(not fields.has_tensor(f"blk.{layer}.attn_v.weight") for layer in full_layers),
             "hidden_size_per_layer_input": fields.architecture_value("embedding_length_per_layer_input") or 0,
             "vocab_size_per_layer_input": None if table is None else table.shape[0],
             "enable_moe_block": bool(fields.architecture_value("expert_count")),
             "final_logit_softcapping": None if soft_cap is None else fields.number("final_logit_softcapping"),
-            "per_layer_config": self._kv_head_fields(is_sliding, global_size, local_size),
-            "head_dim": local_size,
-            "rope_parameters": self._rope_fields(global_size, local_size),
+            "per_layer_config": self._kv_head_fields(is_sliding, full_size, sliding_size),
+            "head_dim": sliding_size,
+            "rope_parameters": self._rope_fields(full_size, sliding_size),
             **self._mlp_width_fields(),
             **self._expert_fields(),
         }
@@ -257,20 +256,20 @@ class _GgufLayers:
     def _sliding_layers(self) -> list[bool]:
         key = "attention.sliding_window_pattern"
         pattern = self._fields.architecture_value(key)
-        pattern = _DEFAULT_GLOBAL_INTERVAL if pattern is None else pattern
+        pattern = _DEFAULT_FULL_ATTENTION_INTERVAL if pattern is None else pattern
         if isinstance(pattern, list) and len(pattern) == self._num_layers and all(one in (0, 1) for one in pattern):
             return [bool(one) for one in pattern]
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
             return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
         self._fields.raise_invalid(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
 
-    def _kv_head_fields(self, is_sliding: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
+    def _kv_head_fields(self, is_sliding: Sequence[bool], full_size: int, sliding_size: int) -> dict[str, dict[str, int]]:
         """Return `per_layer_config`. A layer without a KV cache of its own gets the number of KV heads of its attention type."""
         counts, sizes = self.layer_values("attention.head_count_kv"), dict[str, dict[str, int]]()
         count_by_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
-        for layer, is_local in enumerate(is_sliding):
-            count = counts[layer] if layer < self._num_owners else count_by_type.get(is_local, counts[layer])
-            sizes[str(layer)] = {"head_dim": local_size if is_local else global_size, "num_key_value_heads": count}
+        for layer, has_window in enumerate(is_sliding):
+            count = counts[layer] if layer < self._num_owners else count_by_type.get(has_window, counts[layer])
+            sizes[str(layer)] = {"head_dim": sliding_size if has_window else full_size, "num_key_value_heads": count}
         return sizes
 
     def _mlp_width_fields(self) -> dict[str, Any]:
@@ -289,23 +288,23 @@ class _GgufLayers:
         keys = {"num_experts": "expert_count", "top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
         return {name: self._fields.count(key) for name, key in keys.items()}
 
-    def _rope_fields(self, global_size: int, local_size: int) -> dict[str, Any]:
+    def _rope_fields(self, full_size: int, sliding_size: int) -> dict[str, Any]:
         fields = self._fields
-        for key, size in (("dimension_count", global_size), ("dimension_count_swa", local_size)):
+        for key, size in (("dimension_count", full_size), ("dimension_count_swa", sliding_size)):
             if (rotated := fields.architecture_value(f"rope.{key}")) not in (None, size):
                 fields.raise_invalid(f"rope.{key}", rotated, f"the whole head, {size}")
         if (kind := fields.architecture_value("rope.scaling.type") or "none") != "none":
             fields.raise_invalid("rope.scaling.type", kind, "none")
         proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
         return {
-            _LOCAL: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
-            _GLOBAL: {**proportional, **self._rotated_fraction_and_divisor(global_size)},
+            _SLIDING: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
+            _FULL: {**proportional, **self._rotated_fraction_and_divisor(full_size)},
         }
 
     def _rotated_fraction_and_divisor(self, head_size: int) -> dict[str, float]:
         """Return the fraction of rotary pairs that rotate in full-attention heads, and the divisor of their frequencies.
 
-        `rope_freqs.weight` has a divisor for each pair. llama.cpp disables the rotation of a pair by a huge one.
+        `rope_freqs.weight` has a frequency divisor for each pair. In llama.cpp a huge divisor disables the rotation of a pair.
         """
         tensor, num_pairs = self._fields.file.tensors.get("rope_freqs.weight"), head_size // 2
         if tensor is None:
@@ -341,7 +340,7 @@ _GEMMA4 = Family(
     models="Gemma 4 (text)",
     bundled_drafters=("gemma4_assistant",),
     published_heads=("dflash", "dspark"),
-    layers=_gemma4_layers,
+    build_layers=_gemma4_layers,
     defaults={
         **_DEFAULTS,
         "sliding_window": 512,

@@ -23,7 +23,7 @@ def _glm4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
 
 def _glm4_moe_layers(builder: LayerBuilder) -> Layers:
     experts = experts_with_shared(builder, grouped_topk_routing(builder), builder.fields.number("n_shared_experts", 1))
-    num_dense = builder.fields.integer("first_k_dense_replace", 1, least=0, most=builder.num_layers)
+    num_dense = builder.fields.integer("first_k_dense_replace", 1, minimum=0, maximum=builder.num_layers)
     mlps = [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)]
     qk_norm = QKNorm.HEAD if builder.flag("use_qk_norm") else QKNorm.NONE
     attention = builder.attention(bias=builder.flag("attention_bias"), output_bias=False, qk_norm=qk_norm)
@@ -43,7 +43,7 @@ FAMILIES = (
         name="glm4",
         architecture="Glm4ForCausalLM",
         models="GLM-4-0414",
-        layers=_glm4_layers,
+        build_layers=_glm4_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 2,
@@ -67,7 +67,7 @@ FAMILIES = (
         architecture="Glm4MoeForCausalLM",
         models="GLM-4.5, GLM-4.6",
         bundled_drafters=("mtp",),
-        layers=_glm4_moe_layers,
+        build_layers=_glm4_moe_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,

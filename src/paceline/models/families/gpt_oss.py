@@ -39,7 +39,7 @@ FAMILIES = (
         architecture="GptOssForCausalLM",
         models="gpt-oss",
         published_heads=("eagle3", "dflash"),
-        layers=_gpt_oss_layers,
+        build_layers=_gpt_oss_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,

@@ -19,24 +19,24 @@ from paceline.models.families.hybrids import (
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.json_fields import MAX_FLOAT32
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, share_equal
+from paceline.models.layers import AttentionConfig, ExpertMLP, Mamba2Config, share_equal_layers
 
 
 def _granite_layers(builder: LayerBuilder) -> Layers:
-    scale, residual_scale = _read_scales(builder)
+    scale, residual_scale = _read_attention_and_residual_scales(builder)
     attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale)
     return builder.layers(attention, builder.mlp(bias=builder.flag("mlp_bias")), residual_scale=residual_scale)
 
 
-def _read_scales(builder: LayerBuilder) -> tuple[float, float]:
-    """Return the scale of attention scores, and that of what is added to the residual stream."""
+def _read_attention_and_residual_scales(builder: LayerBuilder) -> tuple[float, float]:
+    """Return the scale of attention scores, and the scale of mixer and MLP outputs."""
     return builder.fields.positive_number("attention_multiplier", 1.0), builder.fields.positive_number("residual_multiplier", 1.0)
 
 
 def _granite_swa_layers(builder: LayerBuilder) -> Layers:
-    scale, residual_scale = _read_scales(builder)
+    scale, residual_scale = _read_attention_and_residual_scales(builder)
     attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_sinks=True)
-    mlp, is_sliding = builder.mlp(bias=builder.flag("mlp_bias")), builder.sliding_layers(4, first=0)
+    mlp, is_sliding = builder.mlp(bias=builder.flag("mlp_bias")), builder.sliding_layers(4, first_full_layer=0)
     layers = builder.layers(attention, mlp, is_sliding=is_sliding, residual_scale=residual_scale)
     thetas = builder.layer_values(
         "layer_rope_theta", lambda theta: type(theta) in (int, float) and 0 <= theta <= MAX_FLOAT32, "a number of 0 or more"
@@ -44,10 +44,10 @@ def _granite_swa_layers(builder: LayerBuilder) -> Layers:
     if thetas is None:
         return layers
     pairs = zip(layers, thetas, strict=True)
-    return share_equal(replace(layer, mixer=_with_theta(layer.attention, float(theta))) for layer, theta in pairs)
+    return share_equal_layers(replace(layer, mixer=_with_rope_theta(layer.attention, float(theta))) for layer, theta in pairs)
 
 
-def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
+def _with_rope_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
     """Return the same attention with another rotary base; 0 = no rotary embeddings."""
     return replace(attention, rope=replace(attention.rope, theta=theta)) if theta else replace(attention, has_rope_embedding=False)
 
@@ -56,10 +56,10 @@ def _granite_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[
     has_rope = fields.architecture_value("rope.scaling.finetuned")
     if has_rope is not None and not has_rope:  # llama.cpp writes False for models without rotary embeddings
         fields.raise_invalid("rope.scaling.finetuned", has_rope, "true")
-    return _multiplier_fields(fields, config)
+    return _multiplier_gguf_fields(fields, config)
 
 
-def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _multiplier_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
@@ -69,7 +69,7 @@ def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
 
 
 def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
-    fields, (scale, residual_scale) = builder.fields, _read_scales(builder)
+    fields, (scale, residual_scale) = builder.fields, _read_attention_and_residual_scales(builder)
     embedding = fields.values.get("position_embedding_type")
     if embedding not in (None, "nope", "rope"):
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
@@ -77,7 +77,8 @@ def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
     mamba, mlp = _granite_mamba_mixer(builder), builder.mlp(width_field="shared_intermediate_size")
     mlps: list[MLP] = [mlp] * builder.num_layers
     if fields.values.get("num_local_experts") != 0:
-        mlps = [ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp(), shared=mlp)] * builder.num_layers
+        routing = replace(builder.routing(), is_normalized=True)
+        mlps = [ExpertMLP(routing=routing, expert=builder.mlp(), shared_expert=mlp)] * builder.num_layers
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
     return mixed_layers(builder, mixers, mlps, default_types=["mamba"] * builder.num_layers, residual_scale=residual_scale)
 
@@ -98,7 +99,7 @@ def _granite_hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -
     shared = fields.num_tensor_rows("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         "num_hidden_layers": num_layers,
-        **_multiplier_fields(fields, config),
+        **_multiplier_gguf_fields(fields, config),
         "layer_types": ["attention" if has else "mamba" for has in layers_with_attention(fields, num_layers)],
         "position_embedding_type": "rope" if has_rope is None or has_rope else "nope",
         **mamba_gguf_fields(fields, num_layers),
@@ -116,16 +117,16 @@ FAMILIES = (
         name="granite",
         architecture="GraniteForCausalLM",
         models="Granite 3",
-        layers=_granite_layers,
+        build_layers=_granite_layers,
         defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
-        has_multipliers=True,
+        has_embedding_and_logit_multipliers=True,
         gguf=GgufFormat(architectures=("granite",), read_extra_fields=_granite_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="granite_swa",
         architecture="GraniteSWAForCausalLM",
         models="Granite Swash",
-        layers=_granite_swa_layers,
+        build_layers=_granite_swa_layers,
         defaults={
             "max_position_embeddings": 8192,
             "num_attention_heads": 20,
@@ -135,13 +136,13 @@ FAMILIES = (
             "tie_word_embeddings": True,
             **special_ids(100257, 100257),
         },
-        has_multipliers=True,
+        has_embedding_and_logit_multipliers=True,
     ),
     Family(
         name="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
         models="Granite 4",
-        layers=_granite_hybrid_layers,
+        build_layers=_granite_hybrid_layers,
         defaults={
             "max_position_embeddings": 2048,
             "num_local_experts": 8,
@@ -168,7 +169,7 @@ FAMILIES = (
             "input_linear.weight": "experts.gate_up_proj",
             "output_linear.weight": "experts.down_proj",
         },
-        has_multipliers=True,
+        has_embedding_and_logit_multipliers=True,
         recurrent_module="mamba",
         field_aliases={"layers_block_type": "layer_types"},
         gguf=GgufFormat(

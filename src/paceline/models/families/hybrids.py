@@ -1,4 +1,4 @@
-"""Functions for families that mix attention layers with recurrent layers: their layer types and their recurrent mixers."""
+"""Layer types and recurrent mixers of families that mix attention layers with recurrent layers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from paceline.models.layers import (
     LayerConfig,
     Mamba2Config,
     Recurrent,
-    share_equal,
+    share_equal_layers,
 )
 
 Mixer = AttentionConfig | Recurrent
 MLP = DenseMLP | ExpertMLP
 
 SILU_ONLY = {"silu": Activation.SILU, "swish": Activation.SILU}
-"""Activations of families in which one field of config.json is that of MLPs and of convolutions."""
+"""Activations of families whose MLPs and convolutions share one activation field in config.json."""
 MAMBA_METADATA_KEYS = {
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_d_head": "ssm.inner_size",
@@ -34,8 +34,8 @@ MAMBA_METADATA_KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
 }
 """Metadata keys of the config.json fields of Mamba-2 mixers."""
-MAX_HEADS = 4096
-MAX_KERNEL_SIZE = 16
+MAX_RECURRENT_HEADS = 4096
+MAX_CONV_KERNEL_SIZE = 16
 
 
 def mixed_layers(
@@ -52,7 +52,7 @@ def mixed_layers(
         settings: further settings of `LayerConfig`, equal in all layers.
 
     Raises:
-        CheckpointError: `layer_types` has not one name for each layer, an unknown name, or no attention layer.
+        CheckpointError: `layer_types` has a wrong length, an unknown name, or no attention layer.
     """
     fields, listed = builder.fields, builder.fields.values.get("layer_types")
     listed = list(default_types) if listed is None else listed
@@ -66,13 +66,13 @@ def mixed_layers(
                 f"supported are {', '.join(mixers)}"
             )
     if not any(isinstance(mixers[kind], AttentionConfig) for kind in listed):
-        raise CheckpointError(f"{fields.path}: layer_types names no layer with attention: at least one of the layers needs it")
-    return share_equal(LayerConfig(mixer=mixers[kind], mlp=mlp, **settings) for kind, mlp in zip(listed, mlps, strict=True))
+        raise CheckpointError(f"{fields.path}: layer_types has no layer with attention: at least one is needed")
+    return share_equal_layers(LayerConfig(mixer=mixers[kind], mlp=mlp, **settings) for kind, mlp in zip(listed, mlps, strict=True))
 
 
 def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
     """Return a gated delta net."""
-    key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
+    key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", maximum=MAX_RECURRENT_HEADS) for part in ("key", "value"))
     if value_heads % key_heads:
         raise CheckpointError(
             f"{fields.path}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
@@ -80,24 +80,24 @@ def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
     return GatedDeltaConfig(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
-        key_size=fields.integer("linear_key_head_dim", most=MAX_HEAD_SIZE),
-        value_size=fields.integer("linear_value_head_dim", most=MAX_HEAD_SIZE),
-        kernel_size=fields.integer("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
+        key_size=fields.integer("linear_key_head_dim", maximum=MAX_HEAD_SIZE),
+        value_size=fields.integer("linear_value_head_dim", maximum=MAX_HEAD_SIZE),
+        kernel_size=fields.integer("linear_conv_kernel_dim", maximum=MAX_CONV_KERNEL_SIZE),
     )
 
 
 def mamba_mixer(builder: LayerBuilder, *, head_size: int, bias: bool) -> Mamba2Config:
     """Return a Mamba-2 mixer."""
     fields = builder.fields
-    heads, groups = (fields.integer(name, most=MAX_HEADS) for name in ("mamba_n_heads", "mamba_n_groups"))
+    heads, groups = (fields.integer(name, maximum=MAX_RECURRENT_HEADS) for name in ("mamba_n_heads", "mamba_n_groups"))
     if heads % groups:
         raise CheckpointError(f"{fields.path}: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = {groups}")
     return Mamba2Config(
         num_heads=heads,
         head_size=head_size,
         num_groups=groups,
-        state_size=fields.integer("mamba_d_state", most=MAX_HEAD_SIZE),
-        kernel_size=fields.integer("mamba_d_conv", most=MAX_KERNEL_SIZE),
+        state_size=fields.integer("mamba_d_state", maximum=MAX_HEAD_SIZE),
+        kernel_size=fields.integer("mamba_d_conv", maximum=MAX_CONV_KERNEL_SIZE),
         norm_groups=groups,
         conv_bias=fields.flag("mamba_conv_bias", default=True),
         bias=bias,
@@ -106,17 +106,17 @@ def mamba_mixer(builder: LayerBuilder, *, head_size: int, bias: bool) -> Mamba2C
 
 
 def mamba_mixer_of_width(builder: LayerBuilder, width: int, width_name: str, *, bias: bool) -> Mamba2Config:
-    """Return the Mamba-2 mixer of Granite 4 and Falcon-H1, whose heads have `width` values together.
+    """Return the Mamba-2 mixer of Granite 4 and Falcon-H1. All heads together have `width` values.
 
     Args:
-        width_name: what the width is in config.json, for errors.
+        width_name: the field or product of fields in config.json that gives `width`, for errors.
     """
     fields = builder.fields
-    heads, given = fields.integer("mamba_n_heads", most=MAX_HEADS), fields.values.get("mamba_d_head")
-    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", most=MAX_HEAD_SIZE)
+    heads, given = fields.integer("mamba_n_heads", maximum=MAX_RECURRENT_HEADS), fields.values.get("mamba_d_head")
+    size = max(width // heads, 1) if given in (None, "auto") else fields.integer("mamba_d_head", maximum=MAX_HEAD_SIZE)
     if heads * size != width:
         raise CheckpointError(
-            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but {width_name} = {width}"
+            f"{fields.path}: mamba_n_heads = {heads} times mamba_d_head = {shortened(given)} must be {width_name} = {width}"
         )
     return mamba_mixer(builder, head_size=size, bias=bias)
 

@@ -1,4 +1,4 @@
-"""Families with layer norms in place of RMS norms: StarCoder2, StableLM, Phi-1 and Phi-2, Command R and Aya."""
+"""Families with layer norms instead of RMS norms: StarCoder2, StableLM, Phi-1 and Phi-2, Command R and Aya."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,14 +9,14 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import Activation, NormOrder
 
-_GELU = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu_new": Activation.GELU_TANH}
-"""Names of GELU by tanh. "gelu" is another function."""
-_EPSILON_KEY = "attention.layer_norm_epsilon"
+_GELU_TANH_ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu_new": Activation.GELU_TANH}
+"""config.json names of the tanh approximation of GELU. "gelu" is the exact function, which is not supported."""
+_NORM_EPS_KEY = "attention.layer_norm_epsilon"
 
 
 def _starcoder2_layers(builder: LayerBuilder) -> Layers:
     bias = builder.fields.flag("use_bias", default=True)
-    mlp = builder.mlp(bias=bias, has_gate=False, activations=_GELU)
+    mlp = builder.mlp(bias=bias, has_gate=False, activations=_GELU_TANH_ACTIVATIONS)
     attention, is_sliding = builder.attention(bias=bias), [True] * builder.num_layers
     return builder.layers(attention, mlp, is_sliding=is_sliding, has_layer_norm=True, has_norm_bias=True)
 
@@ -28,7 +28,7 @@ def _stablelm_layers(builder: LayerBuilder) -> Layers:
 
 
 def _phi_layers(builder: LayerBuilder) -> Layers:
-    attention, mlp = builder.attention(bias=True), builder.mlp(bias=True, has_gate=False, activations=_GELU)
+    attention, mlp = builder.attention(bias=True), builder.mlp(bias=True, has_gate=False, activations=_GELU_TANH_ACTIVATIONS)
     return builder.layers(attention, mlp, norm_order=NormOrder.PARALLEL, has_layer_norm=True, has_norm_bias=True)
 
 
@@ -39,7 +39,7 @@ def _cohere_layers(builder: LayerBuilder, *, is_sliding: Sequence[bool] = (), ha
 
 
 def _cohere2_layers(builder: LayerBuilder) -> Layers:
-    """Return the layers. Those with a sliding window have rotary embeddings, the others have none."""
+    """Return the layers. Only layers with a sliding window have rotary embeddings."""
     is_sliding, has_window = builder.sliding_layers(4), builder.fields.values.get("sliding_window") is not None
     return _cohere_layers(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
 
@@ -49,7 +49,7 @@ def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
 
 
 def _starcoder2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `use_bias`. Files do not state the window of 4096 positions, which llama.cpp leaves out."""
+    """Return `use_bias`. There is no sliding window: llama.cpp ignores StarCoder2's window of 4096 positions."""
     return {"use_bias": config["attention_bias"]}
 
 
@@ -61,7 +61,7 @@ _COHERE = Family(
     name="cohere",
     architecture="CohereForCausalLM",
     models="Command R, Aya 23, Aya Expanse",
-    layers=_cohere_layers,
+    build_layers=_cohere_layers,
     defaults={
         "max_position_embeddings": 8192,
         "num_attention_heads": 64,
@@ -71,11 +71,11 @@ _COHERE = Family(
         **special_ids(5, 255001),
     },
     fixed_fields={"use_qk_norm": False},
-    has_multipliers=True,
+    has_embedding_and_logit_multipliers=True,
     has_interleaved_rope=True,
     field_aliases={"layer_norm_eps": "rms_norm_eps", "logit_scale": "lm_head_multiplier"},
     gguf=GgufFormat(
-        architectures=("command-r",), read_extra_fields=_cohere_gguf_fields, has_interleaved_rope=True, norm_eps_key=_EPSILON_KEY
+        architectures=("command-r",), read_extra_fields=_cohere_gguf_fields, has_interleaved_rope=True, norm_eps_key=_NORM_EPS_KEY
     ),
 )
 FAMILIES = (
@@ -85,21 +85,21 @@ FAMILIES = (
         name="cohere2",
         architecture="Cohere2ForCausalLM",
         models="Command R7B, Command A",
-        layers=_cohere2_layers,
+        build_layers=_cohere2_layers,
         defaults={**_COHERE.defaults, "sliding_window": 4096},
         fixed_fields={},
         gguf=GgufFormat(
             architectures=("cohere2",),
             read_extra_fields=lambda fields, config: _cohere_gguf_fields(fields, config) | sliding_window_gguf_fields(fields, config),
             has_interleaved_rope=True,
-            norm_eps_key=_EPSILON_KEY,
+            norm_eps_key=_NORM_EPS_KEY,
         ),
     ),
     Family(
         name="starcoder2",
         architecture="Starcoder2ForCausalLM",
         models="StarCoder2",
-        layers=_starcoder2_layers,
+        build_layers=_starcoder2_layers,
         defaults={
             "max_position_embeddings": 4096,
             "num_attention_heads": 24,
@@ -111,13 +111,13 @@ FAMILIES = (
         },
         module_names={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         field_aliases={"norm_epsilon": "rms_norm_eps"},
-        gguf=GgufFormat(architectures=("starcoder2",), read_extra_fields=_starcoder2_gguf_fields, norm_eps_key=_EPSILON_KEY),
+        gguf=GgufFormat(architectures=("starcoder2",), read_extra_fields=_starcoder2_gguf_fields, norm_eps_key=_NORM_EPS_KEY),
     ),
     Family(
         name="stablelm",
         architecture="StableLmForCausalLM",
         models="StableLM 3B, StableLM 2 1.6B",
-        layers=_stablelm_layers,
+        build_layers=_stablelm_layers,
         defaults={
             "max_position_embeddings": 4096,
             "num_attention_heads": 32,
@@ -129,13 +129,13 @@ FAMILIES = (
         fixed_fields={"qk_layernorm": False},
         has_partial_rope=True,
         field_aliases={"layer_norm_eps": "rms_norm_eps"},
-        gguf=GgufFormat(architectures=("stablelm",), read_extra_fields=_stablelm_gguf_fields, norm_eps_key=_EPSILON_KEY),
+        gguf=GgufFormat(architectures=("stablelm",), read_extra_fields=_stablelm_gguf_fields, norm_eps_key=_NORM_EPS_KEY),
     ),
     Family(
         name="phi",
         architecture="PhiForCausalLM",
         models="Phi-1, Phi-1.5, Phi-2",
-        layers=_phi_layers,
+        build_layers=_phi_layers,
         defaults={
             "max_position_embeddings": 2048,
             "num_attention_heads": 32,
@@ -144,12 +144,12 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             **special_ids(1, 2),
         },
-        fixed_fields={"qk_layernorm": False, "tie_word_embeddings": False},  # a tied lm_head would have no bias here
+        fixed_fields={"qk_layernorm": False, "tie_word_embeddings": False},  # with tied embeddings, lm_head would have no bias
         module_names={"final_norm": "model.final_layernorm", "o_proj": "self_attn.dense", "up_proj": "mlp.fc1", "down_proj": "mlp.fc2"},
         has_lm_head_bias=True,
         has_partial_rope=True,
         has_fused_projections=True,
         field_aliases={"layer_norm_eps": "rms_norm_eps"},
-        gguf=GgufFormat(architectures=("phi2",), norm_eps_key=_EPSILON_KEY),
+        gguf=GgufFormat(architectures=("phi2",), norm_eps_key=_NORM_EPS_KEY),
     ),
 )

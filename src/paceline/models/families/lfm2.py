@@ -6,14 +6,14 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
-from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.families.hybrids import MAX_CONV_KERNEL_SIZE, MLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, DenseMLP, ExpertMLP, NormOrder, QKNorm, RouterScoring, ShortConvConfig
 
 
 def _mlp_with_adjusted_width(builder: LayerBuilder) -> DenseMLP:
-    """Return an MLP as wide as the model's: 2/3 of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up.
+    """Return an MLP of width 2/3 * `intermediate_size` * `block_ffn_dim_multiplier`, rounded up to `block_multiple_of`.
 
     Source: LFM2's model in transformers 5.23.
     """
@@ -36,11 +36,11 @@ def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
         routing,
         scoring=RouterScoring.SIGMOID,
         epsilon=1e-6 if routing.is_normalized else 0.0,
-        factor=fields.number("routed_scaling_factor", 1.0),
+        weight_factor=fields.number("routed_scaling_factor", 1.0),
         has_correction_bias=fields.flag("use_expert_bias", default=True),
     )
     experts = ExpertMLP(routing=routing, expert=builder.mlp(width_field="moe_intermediate_size"))
-    num_dense = fields.integer("num_dense_layers", min(2, builder.num_layers), least=0, most=builder.num_layers)
+    num_dense = fields.integer("num_dense_layers", min(2, builder.num_layers), minimum=0, maximum=builder.num_layers)
     return _lfm2_layers(builder, [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)])
 
 
@@ -56,7 +56,7 @@ def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
 
 
 def _short_convolution(builder: LayerBuilder) -> ShortConvConfig:
-    kernel_size = builder.fields.integer("conv_L_cache", 3, most=MAX_KERNEL_SIZE)
+    kernel_size = builder.fields.integer("conv_L_cache", 3, maximum=MAX_CONV_KERNEL_SIZE)
     return ShortConvConfig(channels=builder.fields.integer("hidden_size"), kernel_size=kernel_size, bias=builder.flag("conv_bias"))
 
 
@@ -98,7 +98,7 @@ def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
     return values
 
 
-_GGUF = GgufFormat(
+_GGUF_FORMAT = GgufFormat(
     architectures=("lfm2",),
     read_extra_fields=_lfm2_gguf_fields,
     metadata_keys={"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
@@ -109,7 +109,7 @@ _LFM2 = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
     models="LFM2, LFM2.5",
-    layers=lambda builder: _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers),
+    build_layers=lambda builder: _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers),
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -133,7 +133,7 @@ _LFM2 = Family(
     recurrent_module="conv",
     published_heads=("dspark",),
     field_aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
-    gguf=_GGUF,
+    gguf=_GGUF_FORMAT,
 )
 FAMILIES = (
     _LFM2,
@@ -142,11 +142,11 @@ FAMILIES = (
         name="lfm2_moe",
         architecture="Lfm2MoeForCausalLM",
         models="LFM2-MoE",
-        layers=_lfm2_moe_layers,
+        build_layers=_lfm2_moe_layers,
         defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
         mlp_module="feed_forward",
         mlp_tensors={"gate.weight": "gate.weight", "router.weight": "gate.weight", "expert_bias": "gate.e_score_correction_bias"},
-        gguf=replace(_GGUF, architectures=("lfm2moe",)),
+        gguf=replace(_GGUF_FORMAT, architectures=("lfm2moe",)),
     ),
     replace(
         _LFM2,
@@ -154,7 +154,7 @@ FAMILIES = (
         architecture="Lfm3ForCausalLM",
         models="LFM3",
         published_heads=(),
-        layers=_lfm3_layers,
+        build_layers=_lfm3_layers,
         defaults={
             **_LFM2.defaults,
             "num_attention_heads": 16,

@@ -21,7 +21,7 @@ def _ministral3_layers(builder: LayerBuilder) -> Layers:
 
 
 def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` with the temperature of queries (`llama_4_scaling_beta`)."""
+    """Return `rope_parameters` with `llama_4_scaling_beta`, which scales queries by their position."""
     original, length = config.get("original_max_position_embeddings"), fields.architecture_value("attention.temperature_length")
     beta = fields.architecture_value("attention.temperature_scale") or 0.0
     if beta and length not in (None, original):
@@ -57,7 +57,7 @@ def _apertus_layers(builder: LayerBuilder) -> Layers:
 
 
 def _apertus_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters`, which files without scaling would not have."""
+    """Return `rope_parameters`, which this family requires even without rope scaling."""
     return {"rope_parameters": {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}, "rope_scaling": None}
 
 
@@ -72,7 +72,7 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
         published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
-        layers=lambda builder: builder.layers(
+        build_layers=lambda builder: builder.layers(
             builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
         ),
         defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
@@ -82,7 +82,7 @@ FAMILIES = (
         name="mistral",
         architecture="MistralForCausalLM",
         models="Mistral 7B, Mistral Nemo, Mistral Small 3 (text)",
-        layers=_mistral_layers,
+        build_layers=_mistral_layers,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096, **special_ids(1, 2)},
         gguf_family="llama",
     ),
@@ -90,7 +90,7 @@ FAMILIES = (
         name="ministral3",
         architecture="Ministral3ForCausalLM",
         models="Ministral 3 (text)",
-        layers=_ministral3_layers,
+        build_layers=_ministral3_layers,
         defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
         has_temperature_tuning=True,
         gguf=GgufFormat(architectures=("mistral3",), read_extra_fields=_ministral3_gguf_fields, has_interleaved_rope=True),
@@ -100,7 +100,7 @@ FAMILIES = (
         architecture="MixtralForCausalLM",
         models="Mixtral",
         published_heads=("eagle",),
-        layers=_mixtral_layers,
+        build_layers=_mixtral_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -123,18 +123,18 @@ FAMILIES = (
         name="phi3",
         architecture="Phi3ForCausalLM",
         models="Phi-3, Phi-3.5, Phi-4-mini",
-        layers=_mistral_layers,
+        build_layers=_mistral_layers,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **special_ids(1, 32000)},
         has_partial_rope=True,
         has_fused_projections=True,
-        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names in early checkpoints
+        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # names of longrope in early checkpoints
         gguf=GgufFormat(architectures=("phi3",), read_extra_fields=sliding_window_gguf_fields),
     ),
     Family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
         models="SmolLM3",
-        layers=_smollm3_layers,
+        build_layers=_smollm3_layers,
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
@@ -148,7 +148,7 @@ FAMILIES = (
         name="seed_oss",
         architecture="SeedOssForCausalLM",
         models="Seed-OSS",
-        layers=_seed_oss_layers,
+        build_layers=_seed_oss_layers,
         defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **special_ids(0, 2)},
         gguf=GgufFormat(architectures=("seed_oss",), module_names={"mlp_norm": "post_attention_norm"}),
     ),
@@ -156,7 +156,7 @@ FAMILIES = (
         name="arcee",
         architecture="ArceeForCausalLM",
         models="Arcee AFM",
-        layers=lambda builder: builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False)),
+        build_layers=lambda builder: builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
     ),
@@ -164,7 +164,7 @@ FAMILIES = (
         name="apertus",
         architecture="ApertusForCausalLM",
         models="Apertus",
-        layers=_apertus_layers,
+        build_layers=_apertus_layers,
         defaults={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, **special_ids(1, 2)},
         fixed_fields={"post_norm": False, "qk_norm": True},
         module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
@@ -174,7 +174,7 @@ FAMILIES = (
         name="hunyuan_v1_dense",
         architecture="HunYuanDenseV1ForCausalLM",
         models="Hunyuan 0.5B to 7B (dense)",
-        layers=_hunyuan_layers,
+        build_layers=_hunyuan_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
         fixed_fields={"use_cla": False, "use_mla": False, "mlp_bias": False},
         has_rope_alpha=True,

@@ -9,16 +9,16 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, NormOrder, QKNorm
 
-_PATTERN = 4
+_FULL_ATTENTION_INTERVAL = 4
 """Every fourth layer, counted backward from the last, has full attention without rotary embeddings."""
 
 
-def _layers(builder: LayerBuilder) -> Layers:
-    """Return the layers. Queries are multiplied by `qk_scale_factor` after their norm, which is part of the scale of scores here."""
+def _muse_glimmer_layers(builder: LayerBuilder) -> Layers:
+    """Return the layers. `qk_scale_factor`, which multiplies normalised queries, is folded into the attention scale."""
     fields = builder.fields
     scale = builder.head_size**-0.5 * fields.positive_number("qk_scale_factor")
     attention = builder.attention(qk_norm=QKNorm.UNWEIGHTED_HEAD, scale=scale, gate=AttentionGate.VALUE)
-    is_sliding = builder.sliding_layers(_PATTERN, first=(builder.num_layers - 1) % _PATTERN)
+    is_sliding = builder.sliding_layers(_FULL_ATTENTION_INTERVAL, first_full_layer=(builder.num_layers - 1) % _FULL_ATTENTION_INTERVAL)
     settings = {"norm_order": NormOrder.SANDWICH, "output_norm_eps": fields.epsilon("post_norm_eps", 1e-8)}
     return builder.layers(attention, builder.mlp(), is_sliding=is_sliding, has_rope=_layers_with_rope(builder), **settings)
 
@@ -26,17 +26,17 @@ def _layers(builder: LayerBuilder) -> Layers:
 def _layers_with_rope(builder: LayerBuilder) -> list[bool]:
     """Return for each layer whether it has rotary embeddings: those with base 0 in `layer_rope_theta` have none."""
     theta = builder.rope.theta
-    # transformers rotates with the base of rope_parameters, whichever other base the list has
+    # other bases are refused: transformers would ignore them and use the base in rope_parameters
     thetas = builder.layer_values("layer_rope_theta", lambda own: own in (0, theta), f"0 or the rope_theta {theta:g}")
     if thetas is None:
-        return [(builder.num_layers - 1 - layer) % _PATTERN > 0 for layer in range(builder.num_layers)]
+        return [(builder.num_layers - 1 - layer) % _FULL_ATTENTION_INTERVAL > 0 for layer in range(builder.num_layers)]
     return [own != 0 for own in thetas]
 
 
-def _gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the family's own config.json fields. Layers with a sliding window are those with rotary embeddings, as in llama.cpp.
+def _muse_glimmer_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the family's own config.json fields. As in llama.cpp, exactly the layers with a sliding window have rotary embeddings.
 
-    Files have norm weights for queries and keys in place of `qk_scale_factor`: all of queries are the factor, all of keys 1.
+    GGUF files replace `qk_scale_factor` by norm weights: every query weight is the factor, every key weight 1.
     """
     num_layers, window = config["num_hidden_layers"], fields.read_sliding_window(config["num_hidden_layers"])
     if "layer_types" not in window:
@@ -67,7 +67,7 @@ FAMILIES = (
         models="Muse Glimmer (text)",
         bundled_drafters=("dflash",),
         published_heads=("dflash2",),
-        layers=_layers,
+        build_layers=_muse_glimmer_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 2,
@@ -88,10 +88,10 @@ FAMILIES = (
         has_plain_final_norm=True,
         has_embedding_norm=True,
         has_logit_soft_cap=True,
-        has_multipliers=True,
+        has_embedding_and_logit_multipliers=True,
         gguf=GgufFormat(
             architectures=("muse-glimmer",),
-            read_extra_fields=_gguf_fields,
+            read_extra_fields=_muse_glimmer_gguf_fields,
             metadata_keys={"output_multiplier": "logit_scale", "layer_rope_theta": "attention.sliding_window_pattern"},
             module_names={"attention_gate": "attn_gate"},
             ignored_tensors=("attn_q_norm.weight", "attn_k_norm.weight"),

@@ -1,4 +1,4 @@
-"""Nemotron-H: a layer is a mixer or an MLP, with one norm before it."""
+"""Nemotron-H: each layer is either a mixer or an MLP, with one norm before it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,26 +12,26 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
 from paceline.models.layers import ExpertMLP, LayerConfig, Mamba2Config
 
-_LETTER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_OLD_TYPE_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_LETTER_LAYER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLD_LAYER_TYPE_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _nemotron_h_layers(builder: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers that config.json lists.
 
-    Source: Nemotron-H's model in transformers 5.23. Deviation: its lower limit of dt in prefill is left out.
+    Source: Nemotron-H's model in transformers 5.23. Deviation: its lower limit of dt during prefill is ignored.
     """
     fields, kinds = builder.fields, _read_layer_types(builder.fields)
     if "full_attention" not in kinds:
-        raise CheckpointError(f"{fields.path}: no layer has attention: at least one of the layers needs it")
-    known: dict[str, LayerConfig] = {}
+        raise CheckpointError(f"{fields.path}: no layer has attention: at least one is needed")
+    layers_by_type: dict[str, LayerConfig] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ("mlp", "moe"):
-            known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(builder) if kind == "moe" else builder.mlp(has_gate=False))
+            layers_by_type[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(builder) if kind == "moe" else builder.mlp(has_gate=False))
         else:
             attention = builder.attention(has_rope_embedding=False)
-            known[kind] = LayerConfig(mixer=_mamba_mixer(builder) if kind == "linear_attention" else attention, mlp=None)
-    return tuple(known[kind] for kind in kinds)
+            layers_by_type[kind] = LayerConfig(mixer=_mamba_mixer(builder) if kind == "linear_attention" else attention, mlp=None)
+    return tuple(layers_by_type[kind] for kind in kinds)
 
 
 def _read_layer_types(fields: JsonFields) -> list[str]:
@@ -39,15 +39,14 @@ def _read_layer_types(fields: JsonFields) -> list[str]:
     listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
-        listed = [_LETTER_TYPES.get(letter, letter) for letter in pattern]
+        listed = [_LETTER_LAYER_TYPES.get(letter, letter) for letter in pattern]
     if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_LAYERS:
         raise CheckpointError(f"{fields.path}: layers_block_type = {shortened(listed)}, expected a list of 1 to {MAX_LAYERS} layers")
-    kinds = [_OLD_TYPE_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    kinds = [_OLD_LAYER_TYPE_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    supported = _LETTER_LAYER_TYPES.values()
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in _LETTER_TYPES.values():
-            raise CheckpointError(
-                f"{fields.path} names a layer {shortened(kind)}, which is not supported; supported are {', '.join(_LETTER_TYPES.values())}"
-            )
+        if not isinstance(kind, str) or kind not in supported:
+            raise CheckpointError(f"{fields.path} names a layer {shortened(kind)}, supported are {', '.join(supported)}")
     return kinds
 
 
@@ -57,7 +56,7 @@ def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
         raise CheckpointError(
             f"{fields.path}: mamba_hidden_act = {shortened(fields.values['mamba_hidden_act'])} is not supported, only 'silu' is"
         )
-    return mamba_mixer(builder, head_size=fields.integer("mamba_d_head", most=MAX_HEAD_SIZE), bias=builder.flag("use_bias"))
+    return mamba_mixer(builder, head_size=fields.integer("mamba_d_head", maximum=MAX_HEAD_SIZE), bias=builder.flag("use_bias"))
 
 
 def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
@@ -65,7 +64,7 @@ def _expert_mlp(builder: LayerBuilder) -> ExpertMLP:
     return ExpertMLP(
         routing=grouped_topk_routing(builder),
         expert=builder.mlp(width_field="moe_intermediate_size", has_gate=False),
-        shared=builder.mlp(width_field="moe_shared_expert_intermediate_size", has_gate=False),
+        shared_expert=builder.mlp(width_field="moe_shared_expert_intermediate_size", has_gate=False),
         latent_size=0 if latent is None else builder.fields.integer("moe_latent_size"),
     )
 
@@ -100,7 +99,7 @@ FAMILIES = (
         name="nemotron_h",
         architecture="NemotronHForCausalLM",
         models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
-        layers=_nemotron_h_layers,
+        build_layers=_nemotron_h_layers,
         defaults={
             "num_attention_heads": 32,
             "num_key_value_heads": 8,

@@ -8,29 +8,31 @@ from paceline.models.families.family import Family, GgufFormat, Layers, sliding_
 from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal
+from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal_layers
 
 
 def _olmo2_layers(builder: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
-    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.ALL_HEADS)
     return builder.layers(attention, builder.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
 
 
 def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
-    """Return layers with gated delta nets, whose norms are before each part, and layers with attention, whose norms are after it."""
+    """Return layers with gated delta nets, which use pre-norm, and layers with attention, which use post-norm."""
     fields = builder.fields
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    has_rope = {**fields.values, **rope}.get("rope_theta", 1e4) is not None  # only an explicit null leaves out rotary embeddings
-    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH, has_rope_embedding=has_rope)
-    mixers: dict[str, Mixer] = {"linear_attention": _separate_delta_net(builder), "full_attention": attention}
+    has_rope = {**fields.values, **rope}.get("rope_theta", 1e4) is not None  # only an explicit null disables rotary embeddings
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.ALL_HEADS, has_rope_embedding=has_rope)
+    mixers: dict[str, Mixer] = {"linear_attention": _delta_net_mixer(builder), "full_attention": attention}
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(builder.num_layers)]
     kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
     layers = mixed_layers(builder, mixers, [builder.mlp(activations=SILU_ONLY)] * builder.num_layers, default_types=kinds)
-    return share_equal(replace(layer, norm_order=NormOrder.POST) if isinstance(layer.mixer, AttentionConfig) else layer for layer in layers)
+    return share_equal_layers(
+        replace(layer, norm_order=NormOrder.POST) if isinstance(layer.mixer, AttentionConfig) else layer for layer in layers
+    )
 
 
-def _separate_delta_net(builder: LayerBuilder) -> GatedDeltaConfig:
-    """Return the gated delta net with the sizes that config.json may leave out. Source: Olmo Hybrid's model in transformers 5.23."""
+def _delta_net_mixer(builder: LayerBuilder) -> GatedDeltaConfig:
+    """Return the gated delta net. Sizes absent from config.json get the defaults of Olmo Hybrid's model in transformers 5.23."""
     values = {name: value for name, value in builder.fields.values.items() if value is not None}
     values = {**dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), builder.num_heads), **values}
     fields = JsonFields(values, builder.fields.path)
@@ -40,12 +42,12 @@ def _separate_delta_net(builder: LayerBuilder) -> GatedDeltaConfig:
         delta_net_mixer(fields),
         beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", default=True) else 1.0,
         has_separate_projections=True,
-        norm_eps=1e-5,  # the only norm whose epsilon is not that of config.json
+        norm_eps=1e-5,  # fixed: config.json's epsilon applies to all other norms
     )
 
 
 def _olmoe_layers(builder: LayerBuilder) -> Layers:
-    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.WIDTH)
+    attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.ALL_HEADS)
     return builder.layers(attention, ExpertMLP(routing=builder.routing(), expert=builder.mlp()))
 
 
@@ -54,7 +56,7 @@ FAMILIES = (
         name="olmo2",
         architecture="Olmo2ForCausalLM",
         models="OLMo 2",
-        layers=_olmo2_layers,
+        build_layers=_olmo2_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         gguf=GgufFormat(architectures=("olmo2",), read_extra_fields=sliding_window_gguf_fields, has_untied_output=True),
     ),
@@ -62,7 +64,7 @@ FAMILIES = (
         name="olmo3",
         architecture="Olmo3ForCausalLM",
         models="OLMo 3",
-        layers=lambda builder: _olmo2_layers(builder, builder.sliding_layers(4)),
+        build_layers=lambda builder: _olmo2_layers(builder, builder.sliding_layers(4)),
         defaults={
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
@@ -87,7 +89,7 @@ FAMILIES = (
         name="olmoe",
         architecture="OlmoeForCausalLM",
         models="OLMoE",
-        layers=_olmoe_layers,
+        build_layers=_olmoe_layers,
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
@@ -102,7 +104,7 @@ FAMILIES = (
         name="olmo_hybrid",
         architecture="OlmoHybridForCausalLM",
         models="Olmo Hybrid",
-        layers=_olmo_hybrid_layers,
+        build_layers=_olmo_hybrid_layers,
         defaults={"max_position_embeddings": 65536, "num_attention_heads": 30, "linear_conv_kernel_dim": 4, "eos_token_id": 100257},
         module_aliases={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
         recurrent_module="linear_attn",

@@ -24,7 +24,7 @@ def _sliding_layers(builder: LayerBuilder) -> Sequence[bool]:
     if not builder.flag("use_sliding_window"):
         return ()
     types = builder.fields.values.get("layer_types")
-    if isinstance(types, list):  # in pruned models the list may be longer than the number of layers
+    if isinstance(types, list):  # pruned models may list more layers than they have
         kinds = [*types[: builder.num_layers], *["full_attention"] * (builder.num_layers - len(types))]
         return [kind == "sliding_attention" for kind in kinds]
     first = builder.fields.number("max_window_layers", 28)
@@ -35,7 +35,7 @@ def _qwen2_moe_layers(builder: LayerBuilder) -> Layers:
     experts = ExpertMLP(
         routing=builder.routing(),
         expert=builder.mlp(width_field="moe_intermediate_size"),
-        shared=builder.mlp(width_field="shared_expert_intermediate_size"),
+        shared_expert=builder.mlp(width_field="shared_expert_intermediate_size"),
         has_shared_gate=True,
     )
     if builder.fields.values.get("layer_types") is not None:
@@ -68,7 +68,7 @@ FAMILIES = (
         architecture="Qwen2ForCausalLM",
         models="Qwen2, Qwen2.5",
         published_heads=("eagle",),
-        layers=_qwen2_layers,
+        build_layers=_qwen2_layers,
         defaults=_DENSE_DEFAULTS,
         gguf=GgufFormat(architectures=("qwen2",)),
     ),
@@ -77,23 +77,23 @@ FAMILIES = (
         architecture="Qwen3ForCausalLM",
         models="Qwen3",
         published_heads=("eagle3", "dflash", "dspark", "pard2"),
-        layers=_qwen3_layers,
+        build_layers=_qwen3_layers,
         defaults={**_DENSE_DEFAULTS, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),
     ),
     Family(
-        name="mimo",  # a Qwen2 with a module for multi-token prediction
+        name="mimo",  # Qwen2 with an MTP module
         architecture="MiMoForCausalLM",
         models="MiMo 7B",
         bundled_drafters=("mtp",),
-        layers=_qwen2_layers,
+        build_layers=_qwen2_layers,
         defaults=_DENSE_DEFAULTS,
     ),
     Family(
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-MoE",
-        layers=_qwen2_moe_layers,
+        build_layers=_qwen2_moe_layers,
         defaults={
             **_EXPERT_DEFAULTS,
             "num_key_value_heads": 16,
@@ -108,7 +108,7 @@ FAMILIES = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
-        layers=_qwen3_moe_layers,
+        build_layers=_qwen3_moe_layers,
         defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         gguf=GgufFormat(
             architectures=("qwen3moe",),

@@ -11,18 +11,18 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, ExpertMLP, QKNorm
 
-_DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if metadata has no interval
+_DEFAULT_FULL_ATTENTION_INTERVAL = 4  # every 4th layer has attention if a GGUF file has no interval
 
 
 def _qwen3_5_moe_layers(builder: LayerBuilder) -> Layers:
-    experts = _shared_experts(builder)
+    experts = _experts_with_shared_gate(builder)
     return _qwen_hybrid_layers(builder, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * builder.num_layers)
 
 
-def _shared_experts(builder: LayerBuilder) -> ExpertMLP:
+def _experts_with_shared_gate(builder: LayerBuilder) -> ExpertMLP:
     shared = builder.mlp(width_field="shared_expert_intermediate_size")
     return ExpertMLP(
-        routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"), shared=shared, has_shared_gate=True
+        routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"), shared_expert=shared, has_shared_gate=True
     )
 
 
@@ -58,7 +58,7 @@ def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
     key = "attention.recurrent_layers"
     is_recurrent = fields.architecture_value(key)
     if is_recurrent is None:
-        interval = fields.count("full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
+        interval = fields.count("full_attention_interval", _DEFAULT_FULL_ATTENTION_INTERVAL)
         is_recurrent = [(layer + 1) % interval > 0 for layer in range(num_layers)]
     if not isinstance(is_recurrent, list) or len(is_recurrent) < num_layers or any(flag not in (0, 1) for flag in is_recurrent):
         fields.raise_invalid(key, is_recurrent, f"whether each of {num_layers} layers is recurrent")
@@ -71,7 +71,7 @@ _DEFAULTS = {
     "linear_num_value_heads": 32,
 }  # fmt: skip
 _EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
-_GGUF = GgufFormat(
+_GGUF_FORMAT = GgufFormat(
     architectures=("qwen35",),
     read_extra_fields=_qwen_hybrid_gguf_fields,
     metadata_keys={
@@ -90,13 +90,13 @@ _QWEN3_5 = Family(
     models="Qwen3.5, Qwen3.6 (text)",
     bundled_drafters=("mtp",),
     published_heads=("dflash", "dflash2"),
-    layers=lambda builder: _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers),
+    build_layers=lambda builder: _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers),
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     fixed_fields={"attn_output_gate": True},
     has_partial_rope=True,
     has_norm_offset=True,
     recurrent_module="linear_attn",
-    gguf=_GGUF,
+    gguf=_GGUF_FORMAT,
 )
 FAMILIES = (
     replace(
@@ -104,9 +104,9 @@ FAMILIES = (
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         models="Qwen3-Next, Qwen3-Coder-Next",
-        layers=lambda builder: _qwen_hybrid_layers(builder, mlps_with_experts(builder, _shared_experts(builder))),
+        build_layers=lambda builder: _qwen_hybrid_layers(builder, mlps_with_experts(builder, _experts_with_shared_gate(builder))),
         defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
-        gguf=replace(_GGUF, architectures=("qwen3next",), has_tiled_value_heads=False),
+        gguf=replace(_GGUF_FORMAT, architectures=("qwen3next",), has_tiled_value_heads=False),
     ),
     _QWEN3_5,
     replace(
@@ -114,8 +114,8 @@ FAMILIES = (
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
         models="Qwen3.5-MoE, Qwen3.6-MoE (text)",
-        layers=_qwen3_5_moe_layers,
+        build_layers=_qwen3_5_moe_layers,
         defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
-        gguf=replace(_GGUF, architectures=("qwen35moe",)),
+        gguf=replace(_GGUF_FORMAT, architectures=("qwen35moe",)),
     ),
 )

@@ -27,18 +27,18 @@ from paceline.models.families import (
 )
 from paceline.models.families.family import Family
 
-_MODULES = (
+_FAMILY_MODULES = (
     llama, deepseek, ernie, qwen, gemma, gemma3n, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2,
     nemotron_h, falcon_h1, layer_norm, muse_glimmer,
 )  # fmt: skip
-FAMILIES: Mapping[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
+FAMILIES: Mapping[str, Family] = {family.name: family for module in _FAMILY_MODULES for family in module.FAMILIES}
 
 
 def find_family(values: Mapping[str, Any], path: Path) -> Family:
     """Return the family of a config.json by its `model_type`, or by its architecture if there is none.
 
     Raises:
-        CheckpointError: The family is not supported, or the model is no causal language model.
+        CheckpointError: The family is not supported, or the model is not a causal language model.
     """
     architectures = values.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None

@@ -17,13 +17,13 @@ from paceline.models.gguf.codebook_blocks import Bytes, CodesScalesMinimums, Flo
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import (
     DOUBLED_E2M1_VALUES,
-    SUPER_BLOCK,
+    SUPER_BLOCK_COLUMNS,
     GroupedMatrix,
     SuperBlocks,
     convert_in_chunks,
     half_scales,
     pack_nibbles,
-    super_blocks_size,
+    super_blocks_nbytes,
 )
 
 _CHUNK_ITEMS = 1 << 17  # elements converted at a time: few, to keep temporary arrays small
@@ -142,8 +142,9 @@ def _allocate_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int,
 
 
 def grouped_matrix_size(
-    shape: tuple[int, ...], block_type: BlockType, source_name: str, columns_per_scale: int | None = SUPER_BLOCK
-) -> tuple[int, int]:
+    shape: tuple[int, ...], block_type: BlockType, source_name: str, columns_per_scale: int | None = «««SUPER_BLOCK
+|||SUPER_BLOCK|||SUPER_BLOCK_COLUMNS
+»»») -> tuple[int, int]:
     """Return the number of bits of a code, and the number of bytes in memory, after conversion to groups.
 
     Args:
@@ -153,7 +154,7 @@ def grouped_matrix_size(
     has_minimums = layout.read_blocks(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
     num_items = shape[0] * shape[1]
     if layout.read_super_blocks is not None and columns_per_scale is not None:
-        return layout.bits, super_blocks_size(num_items, layout.code_bits, columns_per_scale, has_minimums=has_minimums)
+        return layout.bits, super_blocks_nbytes(num_items, layout.code_bits, columns_per_scale, has_minimums=has_minimums)
     return layout.bits, num_items * layout.bits // 8 + num_items // layout.group_size * (8 if has_minimums else 4)
 
 

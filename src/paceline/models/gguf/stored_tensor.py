@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import FLOAT_TYPES, WeightType
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.grouped import RUN, columns_per_float16_scale
+from paceline.models.grouped import RUN_COLUMNS, columns_per_float16_scale
 from paceline.models.quantize import QuantizationScheme, largest_group_size, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
@@ -116,7 +116,7 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
     columns = None if source.column_order is None else source.column_order()
     if tensor.block_type.name in FLOAT_TYPES:
         weight_type = FLOAT_TYPES[tensor.block_type.name]
-        array = (stored if order is None else stored[order]).view(weight_type.item_type).reshape(source.shape)
+        array = (stored if order is None else stored[order]).view(weight_type.numpy_dtype).reshape(source.shape)
         array = array if columns is None else array.take(columns, 1)
         return Tensor(array if array.flags.aligned else array.copy(), weight_type, source.shape)
     blocks = stored_blocks(source)
@@ -138,8 +138,8 @@ def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Return an order of columns as an order of runs of 32 columns; None if it splits a run. Codes are packed by run."""
-    if len(columns) % RUN:
+    if len(columns) % RUN_COLUMNS:
         return None
-    runs = columns.reshape(-1, RUN)
-    is_whole = (runs == runs[:, :1] + np.arange(RUN)).all() and not (runs[:, 0] % RUN).any()
-    return runs[:, 0] // RUN if is_whole else None
+    runs = columns.reshape(-1, RUN_COLUMNS)
+    is_whole = (runs == runs[:, :1] + np.arange(RUN_COLUMNS)).all() and not (runs[:, 0] % RUN_COLUMNS).any()
+    return runs[:, 0] // RUN_COLUMNS if is_whole else None

@@ -142,7 +142,9 @@ def _latent_attention_tensors(block: str, mixer: AttentionConfig, latent: Latent
     heads, rank = mixer.num_heads, mixer.latent_size
     locations: dict[str, TensorLocation] = {}
     for head in range(heads):
-        locations[f"k_up.{head}.weight"] = TensorLocation(f"{block}attn_k_b.weight", ((heads, rank, latent.query_size),), stack_index=head)
+        locations[f"k_up.{head}.weight"] = TensorLocation(
+            f"{block}attn_k_b.weight", ((heads, rank, latent.unrotated_size),), stack_index=head
+        )
         locations[f"v_up.{head}.weight"] = TensorLocation(f"{block}attn_v_b.weight", ((heads, latent.value_size, rank),), stack_index=head)
     return locations
 
@@ -151,22 +153,22 @@ def _delta_net_tensors(
     file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int, *, has_tiled_heads: bool
 ) -> dict[str, TensorLocation]:
     state, channels = mixer.state_shape, mixer.channels
-    per_key_head = state.heads // state.key_heads
+    per_key_head = state.num_heads // state.num_key_heads
 
     def value_head_order(head_size: int, num_rows_before: int = 0) -> OrderFunction | None:
         """Return the order of value heads of `head_size` rows after `num_rows_before` other rows; None = the stored order."""
         is_reordered = has_tiled_heads and per_key_head > 1
-        return partial(_value_head_order, state.key_heads, per_key_head, head_size, num_rows_before) if is_reordered else None
+        return partial(_value_head_order, state.num_key_heads, per_key_head, head_size, num_rows_before) if is_reordered else None
 
     def locate_projection(part: str, size: int, order: OrderFunction | None) -> TensorLocation:
         return TensorLocation(block + part, ((size, hidden),), row_order=order)
 
-    head_shapes, num_keys = ((state.heads,), (state.heads, 1)), 2 * state.key_width
+    head_shapes, num_keys = ((state.num_heads,), (state.num_heads, 1)), 2 * state.key_width
     locations = {
         "conv_proj.weight": locate_projection("attn_qkv.weight", channels, value_head_order(state.columns, num_keys)),
         "z_proj.weight": locate_projection("attn_gate.weight", state.value_width, value_head_order(state.columns)),
-        "b_proj.weight": locate_projection("ssm_beta.weight", state.heads, value_head_order(1)),
-        "a_proj.weight": locate_projection("ssm_alpha.weight", state.heads, value_head_order(1)),
+        "b_proj.weight": locate_projection("ssm_beta.weight", state.num_heads, value_head_order(1)),
+        "a_proj.weight": locate_projection("ssm_alpha.weight", state.num_heads, value_head_order(1)),
         "decay.weight": TensorLocation(f"{block}ssm_a", head_shapes, row_order=value_head_order(1)),
         "decay.bias": TensorLocation(f"{block}ssm_dt.bias", head_shapes, row_order=value_head_order(1)),
         "conv.weight": TensorLocation(
@@ -185,7 +187,7 @@ def _delta_net_tensors(
 
 def _mamba2_tensors(block: str, mixer: Mamba2Config, hidden: int) -> dict[str, TensorLocation]:
     state, channels = mixer.state_shape, mixer.channels
-    head_shapes = ((state.heads, 1), (state.heads,))
+    head_shapes = ((state.num_heads, 1), (state.num_heads,))
     norm_shapes = ((mixer.norm_groups, state.value_width // mixer.norm_groups), (state.value_width,))
     return {
         "conv.weight": TensorLocation(f"{block}ssm_conv1d.weight", ((channels, mixer.kernel_size),)),

@@ -136,10 +136,10 @@ class GgufWeights(LazyWeights):
         super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
         self.bundled_head = "mtp" if num_mtp_modules(file, config) else None
 
-    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+    def read_rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
         if source.tensor.block_type.name in FLOAT_TYPES:
-            return super().rows(name, row_indices)
+            return super().read_rows(name, row_indices)
         return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 
     def info(self, name: str) -> TensorInfo:

@@ -16,7 +16,7 @@ from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.families.table import FAMILIES
-from paceline.models.grouped import RUN, half_scales
+from paceline.models.grouped import RUN_COLUMNS, half_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.storage.fused_matrices import (
     Rows,
@@ -73,8 +73,8 @@ class CheckpointWeights(LazyWeights):
         packed |= computed.packed
         matrices = {name: lazy_matrix(matrix, config.weight_type, num_threads) for name, matrix in packed.items()}
         self._computed = {**computed.tensors, **matrices}
-        super().__init__(tensor_shapes(config), lambda name: self._computed[name].make() if name in self._computed else plain[name])
-        self.bundled_head, self.has_encoders, self.packed = stored.bundled_head, stored.has_encoders, packed
+        super().__init__(tensor_shapes(config), lambda name: self._computed[name].compute() if name in self._computed else plain[name])
+        self.bundled_head, self.has_encoders, self.packed_matrices = stored.bundled_head, stored.has_encoders, packed
         if stored.container is not None:
             self.container = stored.container.name
             self.notices = (*stored.container.notices, *dequantized_notice(packed.values(), config.weight_type))
@@ -83,12 +83,12 @@ class CheckpointWeights(LazyWeights):
         return self._computed[name].info if name in self._computed else super().info(name)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._computed[name].arrays if name in self._computed else super().source_arrays(name)
+        return self._computed[name].source_arrays if name in self._computed else super().source_arrays(name)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
         if name in self._computed:
-            drop_pages(self._computed[name].arrays)
+            drop_pages(self._computed[name].source_arrays)
 
 
 def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
@@ -189,7 +189,7 @@ class _ComputedTensors:
         name_prefix, stored_prefix = f"layers.{index}.", f"model.layers.{index}.{prefix}"
         self._add_convolution(name_prefix, stored_prefix, mixer)
         if mixer.state_shape is not None:
-            self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.heads)
+            self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.num_heads)
         if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored.tensors:
             for source, rows in fused_by_key_head(mixer).items():
                 self._add_fused_rows(index, prefix + source, rows)
@@ -285,7 +285,7 @@ def _lazy_transposed_matrix(matrix: PackedMatrix) -> LazyTensor:
 def _lazy_tensor(
     stored: tuple[NDArray[Any], ...], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]
 ) -> LazyTensor:
-    info = TensorInfo(shape, weight_type, None, math.prod(shape) * weight_type.item_type.itemsize)
+    info = TensorInfo(shape, weight_type, None, math.prod(shape) * weight_type.numpy_dtype.itemsize)
     return LazyTensor(info, stored, lambda: Tensor(make(), weight_type, shape))
 
 
@@ -300,8 +300,8 @@ def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: 
         plain = _pop_tensor(stored, source_name, (count, columns, rows)) if source_name in stored.tensors else None
         blocks = exponents = None
         if plain is None:
-            blocks = _pop_uint8_tensor(stored, f"{source_name}_blocks", (count, rows, columns // RUN, RUN // 2))
-            exponents = _pop_uint8_tensor(stored, f"{source_name}_scales", (count, rows, columns // RUN))
+            blocks = _pop_uint8_tensor(stored, f"{source_name}_blocks", (count, rows, columns // RUN_COLUMNS, RUN_COLUMNS // 2))
+            exponents = _pop_uint8_tensor(stored, f"{source_name}_scales", (count, rows, columns // RUN_COLUMNS))
         for expert in range(count):
             for part, part_rows in parts.items():
                 name = f"layers.{layer}.experts.{expert}.{part}"
@@ -399,7 +399,7 @@ def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files:
             "use an unquantised checkpoint"
         )
     weight_type = FLOAT_TYPES[stored.dtype]
-    return Tensor(view_tensor(stored, files[stored.path], weight_type.item_type).reshape(shape), weight_type, shape)
+    return Tensor(view_tensor(stored, files[stored.path], weight_type.numpy_dtype).reshape(shape), weight_type, shape)
 
 
 def _pop_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -80,7 +80,7 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}
     if isinstance(mixer, Mamba2Config):
-        sizes = {"z_proj": mixer.state_shape.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state_shape.heads}
+        sizes = {"z_proj": mixer.state_shape.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state_shape.num_heads}
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
@@ -91,7 +91,7 @@ def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections
 
     The rows of `k_up.N` are transposed afterwards (`is_transposed`).
     """
-    size, rope, rank = latent.query_size, latent.rope_size, mixer.latent_size
+    size, rope, rank = latent.unrotated_size, latent.rope_size, mixer.latent_size
     queries = np.arange(mixer.num_heads * (size + rope)).reshape(mixer.num_heads, -1)
     rotated = queries[:, size:].reshape(-1)
     up = np.arange(mixer.num_heads * (size + latent.value_size)).reshape(mixer.num_heads, -1)
@@ -110,7 +110,7 @@ def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections
 
 def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, RowsByMatrix]:
     """Return the fused matrix of gate and up of a dense MLP or shared expert if the family's checkpoints have such a matrix."""
-    names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
+    names, dense = family.module_names, mlp.shared_expert if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}
     prefix = "" if dense is mlp else "shared_expert."

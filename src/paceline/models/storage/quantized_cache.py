@@ -125,8 +125,8 @@ class QuantizedWeights(LazyWeights):
         super().__init__(weights, lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
-    def rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
-        return super().rows(name, row_indices) if name in self._schemes else self._weights.rows(name, row_indices)
+    def read_rows(self, name: str, row_indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        return super().read_rows(name, row_indices) if name in self._schemes else self._weights.read_rows(name, row_indices)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)

@@ -85,7 +85,7 @@ class _WeightShapes(NativeWeights):
         self._infos = {name: weights.info(name) for name in weights}
         self._quantised = quantised
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self._infos
 
     def vector(self, name: str, *, exact: bool = False) -> int:

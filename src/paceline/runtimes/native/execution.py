@@ -97,7 +97,7 @@ class Execution:
 
         Args:
             kv_storage: keys and values of each layer (`kv_arrays_of_layers`), each [num_blocks, K, bytes] (`KVGroup.stored_shape`).
-            windows: caches of sliding-window layers, in the order of `ModelConfig.windows`; empty = all layers use the same block tables.
+            windows: caches of sliding-window layers, as in `ModelConfig.sliding_kv_groups`; empty = all layers use the same block tables.
             states: states of recurrent layers.
             kv_cache_dtype: type of the numbers in `kv_storage`.
         """

@@ -125,7 +125,7 @@ class NativeNetwork(Network):
         """Allocate a cache for each group of layers. From now on this network uses them, with these states of recurrent layers."""
         groups, caches, windows = self.config.kv_groups(by_window=by_window), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
-            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.planes).copy
+            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.arrays_per_layer).copy
             if group.window is None:
                 caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), copy_row))
             else:
@@ -355,16 +355,16 @@ def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[
 
 @dataclass(frozen=True, slots=True)
 class KVBlockCodec:
-    """Copies rows of storage [planes * layers, num_blocks, K, bytes] uint8 in the layout of kernels/kv_blocks.h.
+    """Copies rows of storage [arrays_per_layer * layers, num_blocks, K, bytes] uint8 in the layout of kernels/kv_blocks.h.
 
-    Keys of layer i are at 2 * i, values at 2 * i + 1. If there is one plane a layer (`KVGroup.planes`), it is stored as values are.
+    Keys of layer i are at 2 * i, values at 2 * i + 1. If a layer has one array (`KVGroup.arrays_per_layer`), it is stored as values are.
     Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
     of columns. A float32 scale for each int8 row follows the codes.
     """
 
     kv_cache_dtype: KVCacheDtype
     block_size: int
-    planes: int = 2
+    arrays_per_layer: int = 2
 
     def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
@@ -377,7 +377,7 @@ class KVBlockCodec:
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)
         codes = storage[:, block, :, : size * columns * item.itemsize].view(item)
-        keys, values = (codes[0::2], codes[1::2]) if self.planes == 2 else (codes[:0], codes)
+        keys, values = (codes[0::2], codes[1::2]) if self.arrays_per_layer == 2 else (codes[:0], codes)
         if self.kv_cache_dtype is KVCacheDtype.BF16:
             yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]

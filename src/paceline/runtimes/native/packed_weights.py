@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CapacityError, CheckpointError
 from paceline.models.gguf.blocks import TYPES_WITHOUT_NATIVE_KERNEL, StoredBlocks, not_finite_error
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.grouped import RUN, GroupedMatrix, SuperBlocks
+from paceline.models.grouped import RUN_COLUMNS, GroupedMatrix, SuperBlocks
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.runtimes.native.aligned import Arena, address_of, aligned_empty
 from paceline.runtimes.native.library import kernels
@@ -269,9 +269,9 @@ def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
     """Return whether scales can be stored as float16: it holds them exactly, and a row has an even number (kernels load them in pairs)."""
     if blocks.block_type.name in _FLOAT16_TYPES:
         return True
-    if blocks.shape[1] // RUN % 2 or zero_row.group_size != RUN:
+    if blocks.shape[1] // RUN_COLUMNS % 2 or zero_row.group_size != RUN_COLUMNS:
         return False
     if blocks.block_type.name == "MXFP4":
         exponents = (blocks.raw if blocks.row_order is None else blocks.raw[blocks.row_order])[:, :: blocks.block_type.num_bytes]
         return bool(_FLOAT16_EXPONENTS[0] <= exponents.min() and exponents.max() <= _FLOAT16_EXPONENTS[1])
-    return blocks.block_type.num_items == RUN
+    return blocks.block_type.num_items == RUN_COLUMNS

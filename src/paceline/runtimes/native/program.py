@@ -199,7 +199,7 @@ class NativeOps:
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
         layout, name = self._states.layers[layer], f"layers.{layer}.conv"
-        bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
+        bias = self._weights.vector(name + ".bias") if self._weights.has_tensor(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
             conv_offset=layout.conv_offset, record_offset=layout.record_offset,
@@ -317,7 +317,7 @@ class NativeOps:
     ) -> Value:
         config = self._config
         weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
-        has_bias = name is not None and self._weights.has(name + ".bias")
+        has_bias = name is not None and self._weights.has_tensor(name + ".bias")
         operation = NormOperation(
             x=x.index,
             heads=num_heads,
@@ -332,11 +332,13 @@ class NativeOps:
 
     def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
         state, layout, prefix = mixer.state_shape, self._states.layers[layer], f"layers.{layer}."
-        prepared = self.new_value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
+        prepared = self.new_value(
+            4 * state.key_width + state.value_width + 2 * (state.num_heads + CHECKPOINT_INTERVAL * state.num_key_heads)
+        )
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
-            x=x.index, a=a.index, b=-1 if b is None else b.index, prepared=prepared.index, channels=mixer.channels, heads=state.heads,
-            key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block_columns=layout.block,
+            x=x.index, a=a.index, b=-1 if b is None else b.index, prepared=prepared.index, channels=mixer.channels, heads=state.num_heads,
+            key_heads=state.num_key_heads, rows_of_state=state.rows, columns=state.columns, block_columns=layout.block_columns,
             is_delta=isinstance(mixer, GatedDeltaConfig), matrices_offset=layout.matrices_offset,
             keys_offset=layout.record_offset + mixer.channels, prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
             beta_scale=mixer.beta_scale if isinstance(mixer, GatedDeltaConfig) else 1.0,
@@ -349,13 +351,13 @@ class NativeOps:
         """Record the choice of each row's experts. The result is `Routes` of kernels/native.h."""
         correction, scales = (
             self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
-            for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
+            for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_expert_scales))
         )
         operation = RouteOperation(
             x=logits.index, num_experts=routing.num_experts, experts_per_row=routing.num_experts_per_token,
             scoring=(RouterScoring.SOFTMAX, RouterScoring.SIGMOID).index(routing.scoring),
-            groups=routing.num_groups, chosen_groups=routing.chosen_groups, scores_per_group=routing.scores_per_group,
-            is_normalized=routing.is_normalized, epsilon=routing.epsilon, factor=routing.factor, correction=correction, scales=scales,
+            groups=routing.num_groups, chosen_groups=routing.num_selected_groups, scores_per_group=routing.scores_per_group, scales=scales,
+            is_normalized=routing.is_normalized, epsilon=routing.epsilon, factor=routing.weight_factor, correction=correction,
         )  # fmt: skip
         return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 

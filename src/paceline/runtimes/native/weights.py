@@ -58,8 +58,8 @@ class NativeWeights:
         """Return the value of a weight with one element."""
         return float(round_to_type(as_float32(self._weights[name]), self.round_to)[0])
 
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)
+    def has_tensor(self, name: str) -> bool:
+        return self._weights.has_tensor(name)
 
     def table(self, name: str) -> AnyTensor | PackedWeights:
         """Return the matrix `name.weight`, to look up rows: in panels if it is packed for products, or if panels are smaller."""
@@ -71,7 +71,7 @@ class NativeWeights:
 
     def matrix(self, name: str, out: int) -> Matrix:
         """Return the kernels' record of the matrix `name.weight` and its bias; `out` is the index of the buffer for the products."""
-        bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
+        bias = self.vector(name + ".bias") if self.has_tensor(name + ".bias") else None
         if (packed := self._pack(name, self._num_threads)) is not None:
             return packed.matrix(out, bias)
         tensor = self._weights[name + ".weight"]

@@ -201,7 +201,7 @@ class TorchOps:
     def experts(self, x: torch.Tensor, logits: torch.Tensor, mlp: ExpertMLP, prefix: str) -> torch.Tensor:
         routing = mlp.routing
         correction = self._weights.vector(f"{prefix}router.correction") if routing.has_correction_bias else None
-        scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
+        scales = self._weights.vector(f"{prefix}router.scales") if routing.has_expert_scales else None
         chosen, weights = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
@@ -254,7 +254,7 @@ class TorchOps:
         return torch.tanh(x / cap) * cap
 
     def _bias(self, name: str) -> torch.Tensor | None:
-        return self._weights.vector(f"{name}.bias").to(self._weights.dtype) if self._weights.has(f"{name}.bias") else None
+        return self._weights.vector(f"{name}.bias").to(self._weights.dtype) if self._weights.has_tensor(f"{name}.bias") else None
 
     def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return products after adapters are applied. chosen: indices of the rows of the pass that x has; None = all."""
@@ -282,7 +282,7 @@ def _choose_experts(
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
-    weights = weights * routing.factor
+    weights = weights * routing.weight_factor
     return experts, weights if scales is None else weights * scales[experts]
 
 
@@ -290,7 +290,7 @@ def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -
     """Return scores with -inf outside the chosen groups: those whose largest scores, one or two, have the largest sum."""
     groups = selection_scores.reshape(len(selection_scores), routing.num_groups, -1)
     sums = groups.topk(min(routing.scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
-    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_selected_groups]
     is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
     masked: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
     return masked

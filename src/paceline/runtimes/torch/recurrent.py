@@ -25,7 +25,7 @@ class RecurrentPass:
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
         layout, name = self._layout.layers[layer], f"layers.{layer}.conv"
-        bias = weights.vector(name + ".bias") if weights.has(name + ".bias") else None
+        bias = weights.vector(name + ".bias") if weights.has_tensor(name + ".bias") else None
         part = _Convolution(layout, x.float(), weights.vector(name + ".weight"), bias)
         self._run(part)
         return (part.out if isinstance(layout.mixer, ShortConvConfig) else F.silu(part.out)).to(x.dtype)
@@ -35,10 +35,10 @@ class RecurrentPass:
     ) -> torch.Tensor:
         state, num_rows = mixer.state_shape, len(x)
         q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
-        q, k = (_l2_normalized(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
+        q, k = (_l2_normalized(part.reshape(num_rows, state.num_key_heads, -1)) for part in (q, k))
         gate = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * gate)
-        values = v.reshape(num_rows, state.heads, -1)
+        values = v.reshape(num_rows, state.num_heads, -1)
         part = _Matrices(
             self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, mixer.beta_scale * torch.sigmoid(b.float())
         )
@@ -48,8 +48,8 @@ class RecurrentPass:
     def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int, weights: TorchWeights) -> torch.Tensor:
         state, num_rows = mixer.state_shape, len(x)
         values, k, q = torch.split(x.float(), [state.value_width, state.key_width, state.key_width], dim=-1)
-        values = values.reshape(num_rows, state.heads, -1)
-        k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
+        values = values.reshape(num_rows, state.num_heads, -1)
+        k, q = (part.reshape(num_rows, state.num_key_heads, -1) for part in (k, q))
         steps = F.softplus(dt.float() + weights.vector(f"layers.{layer}.decay.bias")).clamp(*mixer.dt_limits)
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * steps)
         part = _Matrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
@@ -170,7 +170,7 @@ class _Matrices:
     def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
         sizes = self._sizes
         if state is None:
-            return self._values.new_zeros(sizes.heads, sizes.rows, sizes.columns)
+            return self._values.new_zeros(sizes.num_heads, sizes.rows, sizes.columns)
         return self._view(state).permute(0, 2, 1, 3).flatten(2)[..., : sizes.columns].clone()
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
@@ -196,20 +196,20 @@ class _Matrices:
 
     def _repeat_for_heads(self, key: torch.Tensor) -> torch.Tensor:
         """Return `key` [key_heads, rows] repeated for the heads that share it, [heads, rows]."""
-        return key.repeat_interleave(self._sizes.heads // self._sizes.key_heads, dim=0)
+        return key.repeat_interleave(self._sizes.num_heads // self._sizes.num_key_heads, dim=0)
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
         """Return the matrices of a stored state as a view [heads, blocks, rows, columns of a block]."""
         layout = self._layout
         matrices = state[layout.matrices_offset : layout.matrices_offset + layout.matrices_size]
-        return matrices.view(self._sizes.heads, layout.num_blocks, self._sizes.rows, layout.block)
+        return matrices.view(self._sizes.num_heads, layout.num_blocks, self._sizes.rows, layout.block_columns)
 
     def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of the key [key_heads, rows], update [heads, columns] and decay [heads] in a replay record."""
         sizes, begin = self._sizes, self._layout.record_offset + self._layout.mixer.channels
-        fields = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
-        key, update, decay = torch.split(fields, [sizes.key_width, sizes.value_width, sizes.heads])
-        return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
+        fields = record[begin : begin + sizes.key_width + sizes.value_width + sizes.num_heads]
+        key, update, decay = torch.split(fields, [sizes.key_width, sizes.value_width, sizes.num_heads])
+        return key.view(sizes.num_key_heads, sizes.rows), update.view(sizes.num_heads, sizes.columns), decay
 
 
 def _add_outer_product(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,13 @@ class TorchWeights:
         """Return a vector in float32 by internal name."""
         return self._tensor(name, torch.float32)
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         """Return whether there is a tensor with this internal name."""
-        return self._weights.has(name)
+        return self._weights.has_tensor(name)
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
         """Return rows of a matrix. Only these rows are copied to the device."""
-        return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
+        return torch.from_numpy(self._weights.read_rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
         """Return several matrices, concatenated. names: internal names without `.weight`."""
@@ -72,10 +72,10 @@ class TorchWeights:
         parts = [self._load(name + ".weight", self.dtype) for name in names]
         sizes = tuple(part.shape[0] for part in parts)
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not any(self._weights.has(name + ".bias") for name in names):
+        if not any(self._weights.has_tensor(name + ".bias") for name in names):
             return FusedLinear(weight, None, sizes)
         biases = [
-            self._load(name + ".bias", self.dtype) if self._weights.has(name + ".bias") else weight.new_zeros(size)
+            self._load(name + ".bias", self.dtype) if self._weights.has_tensor(name + ".bias") else weight.new_zeros(size)
             for name, size in zip(names, sizes, strict=True)
         ]
         return FusedLinear(weight, torch.cat(biases), sizes)
