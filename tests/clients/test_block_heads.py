@@ -168,7 +168,7 @@ def compare_biased(
     for slot, (base, h) in enumerate(zip(logits[shift:], hidden[shift:], strict=True)):
         e = head.markov_embedding(previous)
         latent, state = head.markov_latent(e, h, state)
-        row = np.array(head.run_bias(latent[None], base[None]).logits[0])
+        row = np.array(head.add_markov_bias(latent[None], base[None]).logits[0])
         np.testing.assert_allclose(row, given["rows"][slot], atol=TOLERANCE)
         if given["confidences"] is not None:
             assert abs(head.confidence(h, e) - float(given["confidences"][slot])) < 1e-5

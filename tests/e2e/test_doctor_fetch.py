@@ -101,7 +101,7 @@ def test_auto_uses_its_own_drafter_if_the_fetched_files_cannot_be_used(
     found = prepare_drafter("auto", models / "target")
     assert found is not None
     assert found.name == "suffix"
-    assert "doctor MODEL --fetch gets it again" in found.notice
+    assert "doctor MODEL --fetch downloads it again" in found.notice
 
 
 def test_fetched_drafter_that_does_not_fit_is_not_used(hub: Hub, models: Path, tmp_path: Path, fetch: Callable[..., Result]) -> None:

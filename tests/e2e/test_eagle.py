@@ -125,9 +125,9 @@ def test_eagle_skips_a_cached_prefix_that_ran_without_the_head(heads: Heads, pla
         (expected,) = plain(heads(name), [text])
         generate_without_head(llm, text)  # the prompt is in the target's cache, but not in the head's
         seen: list[int] = []
-        pairs = drafter_of(llm).pairs
+        pairs = drafter_of(llm).pair_cache
         keep = pairs.mark_computed
-        pairs.mark_computed = lambda request, ids: (keep(request, ids), seen.append(pairs._slots[request].first))[0]  # type: ignore[method-assign]  # noqa: B023
+        pairs.mark_computed = lambda request, ids: (keep(request, ids), seen.append(pairs._slots[request].first_slot))[0]  # type: ignore[method-assign]  # noqa: B023
         (output,) = llm.generate([text], GREEDY)
         assert output.token_ids == expected
         assert output.usage.num_cached_tokens == 96

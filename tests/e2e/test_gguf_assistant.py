@@ -193,7 +193,7 @@ def with_matrix(name: str) -> Change:
             {},
             NOT_A_PERMUTATION,
         ),
-        (changed(ORDER, lambda order: order.astype(np.float32)), {}, "masked_embd_ordering' is of type F32, expected whole numbers"),
+        (changed(ORDER, lambda order: order.astype(np.float32)), {}, "masked_embd_ordering' is of type F32, expected integers"),
         (changed(ORDER, lambda order: order[:-1]), {}, NOT_A_PERMUTATION),
         (changed(CENTROIDS, lambda centroids: centroids[:7]), {}, "num_centroids = 7 with .* of 96 tokens"),
         (None, {"centroid_top_k": 13}, "centroid_top_k = 13"),

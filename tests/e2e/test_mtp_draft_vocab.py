@@ -75,10 +75,10 @@ def run(head: RecurrentHead, *, ranks: bool) -> FeaturePairOutputs:
     pairs = TargetFeaturePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
-        head.ranking = DraftSampler(None, VOCABULARY).ranking(3)
+        head.summary_options = DraftSampler(None, VOCABULARY).summary_options(3)
         draws = np.zeros(20, SAMPLING_DTYPE)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
-    return head.run_target_feature_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
+    return head.run_target_feature_pairs([pairs], needs_logits=True, needs_all_logits=True, sampling=draws)
 
 
 @pytest.mark.spread(0.3)
@@ -98,7 +98,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     if backend == "native":
         assert np.array_equal(found, logits[:, :FIRST])
     assert np.allclose(found, logits[:, :FIRST], rtol=1e-4, atol=1e-4)
-    ranked = run(part, ranks=True).top_tokens()
+    ranked = run(part, ranks=True).output.summaries
     scaled = logits[:, :FIRST].astype(np.float64) / 0.7
     for row, own in zip(ranked, scaled, strict=True):
         assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])

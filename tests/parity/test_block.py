@@ -132,9 +132,9 @@ class Text:
         for base, h in zip(logits, states[shift:], strict=True):
             e = head.markov_embedding(previous)
             latent, state = head.markov_latent(e, h, state)
-            row = np.array(head.run_bias(latent[None], base[None]).logits[0])
+            row = np.array(head.add_markov_bias(latent[None], base[None]).logits[0])
             if head.config.has_confidence:
-                confidences.append(head.confidence(h, e))
+                confidences.append(head.predict_confidence(h, e))
             previous = int(row.argmax())
             tokens.append(previous)
             rows.append(row)
@@ -152,7 +152,7 @@ def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int
     tokens = [anchor]
     for row, vector in zip(logits, selected, strict=True):
         best = np.argsort(-row, kind="stable")[: head.config.num_candidates].astype(np.int32)
-        tokens.append(int(best[head.rescore(tokens[-1:], vector, best, row[best])[0].argmax()]))
+        tokens.append(int(best[head.rescore_candidates(tokens[-1:], vector, best, row[best])[0].argmax()]))
     return tokens[1:]
 
 
@@ -201,7 +201,7 @@ def test_dflash2_scores_candidates_by_their_codebook_rows(has_all_ids: bool, tmp
     tensors = block_tensors(DFLASH2) | own | {"candidate_selector.successor_codebook": after}
     head = open_files(head_files(tmp_path, DFLASH2, tensors), embedding, lm_head)
     vector, scores = random.normal(size=8).astype(np.float32), random.normal(size=3).astype(np.float32)
-    found = head.rescore([5], vector, ids[chosen].astype(np.int32), scores)[0]
+    found = head.rescore_candidates([5], vector, ids[chosen].astype(np.int32), scores)[0]
     before, rows = tensors["candidate_selector.predecessor_codebook"][5].numpy(), after.numpy()[ids[chosen] if has_all_ids else chosen]
     np.testing.assert_allclose(found, scores + rows @ (before * vector), atol=1e-5)
 

@@ -1,7 +1,7 @@
-"""The table of drafters: turns the names that a user gives into drafter objects, or raises an error with the reason.
+"""All drafters: create drafter objects from the names that a user gives.
 
-`prepare_drafters` opens the files before the target is loaded. So combinations that cannot work fail early, and the target can be loaded so
-that it returns the hidden states that heads read. `PreparedDrafters.open` creates the drafters once the target is loaded.
+`prepare_drafters` opens the files before the target is loaded. So combinations that cannot work fail early, and it is known
+which hidden states of the target the heads read. `PreparedDrafters.open` creates the drafters once the target is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters.block import open_block_drafter
-from paceline.drafters.block.config import BLOCK_KINDS, read_block_config
+from paceline.drafters.block.config import BLOCK_HEAD_KINDS, read_block_config
 from paceline.drafters.block.config import fits_target as fits_block
 from paceline.drafters.block.gguf import open_gguf_block
 from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model, too_large_reason
@@ -39,14 +39,14 @@ from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 
 __all__ = [
-    "DRAFT_FOLDER", "DRAFTER_NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "check_draft_adapter",
+    "DRAFT_SUBFOLDER", "DRAFTER_NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "check_draft_adapter",
     "open_head_files", "prepare_drafters", "prepare_drafter",
 ]  # fmt: skip
 
-DRAFT_FOLDER = "draft"
+DRAFT_SUBFOLDER = "draft"
 """Subfolder of a model's directory with a draft model or head for it."""
 
-ASSISTANT_FOLDER = "assistant"
+ASSISTANT_SUBFOLDER = "assistant"
 """Subfolder of a model's directory with a drafting head for it."""
 
 MODEL_FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
@@ -60,26 +60,26 @@ HEAD_OPENERS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.MTP: open_mtp,
     HeadKind.GEMMA4_ASSISTANT: open_assistant,
     HeadKind.PARD2: open_pard2,
-    **dict.fromkeys(BLOCK_KINDS, open_block_drafter),
+    **dict.fromkeys(BLOCK_HEAD_KINDS, open_block_drafter),
 }
 """Functions that create a drafter from the files of a head, by kind of head."""
 
 DRAFT_MODEL = DraftModelDrafter.name
-HEADS_INSIDE_TARGET = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
+HEAD_NAMES_IN_TARGET = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
 """Drafter names that mean a head stored inside the target's own checkpoint."""
 
-DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *HEADS_INSIDE_TARGET)
+DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *HEAD_NAMES_IN_TARGET)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafter:
     """A drafter whose name is resolved and whose files are opened, but whose target is not loaded yet."""
 
-    name: str  # name of the drafter
+    name: str
     path: Path | None = None  # path of its files; None if it needs none
     head: HeadFiles | None = None  # its opened files if it is a head, None if it is a draft model or needs no files
-    is_optional: bool = False  # whether this head, which "auto" found next to suffix lookup, is left out if it cannot be opened
-    notice: str = ""  # line for the user: why "auto" does not use a drafter that it found; empty if there is nothing to report
+    is_optional: bool = False  # head found by "auto": if it cannot be opened, suffix lookup drafts alone
+    notice: str = ""  # message for the user: why "auto" does not use a drafter that it found; "" = none
 
     def open(self, target: LoadedTarget) -> Drafter | None:
         """Create the drafter for the loaded target; None if it is optional and cannot be opened.
@@ -103,12 +103,12 @@ class PreparedDrafters:
     """All drafters of an engine, before its target is loaded."""
 
     drafters: tuple[PreparedDrafter, ...]  # the drafters that the user named, in that order; none for plain decoding
-    layer_boundaries: tuple[int, ...]  # boundaries of target layers that the drafters read, ascending; the target must be loaded with them
+    layer_boundaries: tuple[int, ...]  # target layer boundaries whose hidden states the drafters read, ascending
     drafter_objects: Sequence[Drafter] = ()  # `Drafter` objects that the user passed instead of names
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user about drafters that were found and are not used."""
+        """Messages for the user about drafters that "auto" found and does not use."""
         return [drafter.notice for drafter in self.drafters if drafter.notice]
 
     def open(self, target: LoadedTarget) -> list[Drafter]:
@@ -155,9 +155,10 @@ def prepare_drafters(
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
-        drafters = _without_duplicates(names, drafters)
+        drafters = _remove_duplicates(names, drafters)
     if "auto" in names and SuffixDrafter.name not in (drafter.name for drafter in drafters):
-        drafters = (PreparedDrafter(SuffixDrafter.name), *drafters)  # lookup costs almost no time; suffix brings more than ngram
+        # suffix lookup takes almost no time, and its drafts are accepted more often than those of ngram
+        drafters = (PreparedDrafter(SuffixDrafter.name), *drafters)
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
@@ -165,7 +166,7 @@ def prepare_drafters(
 
 def _read_layer_boundaries(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
     """Return the boundaries of target layers whose hidden states a head reads; boundary b is the input of layer b."""
-    if head.kind in BLOCK_KINDS:
+    if head.kind in BLOCK_HEAD_KINDS:
         return read_block_config(head, read_model_config(target)).layer_boundaries
     if head.kind is HeadKind.PARD2:
         return read_pard2_config(head, read_model_config(target)).layer_boundaries
@@ -194,13 +195,13 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     raise ConfigError(f"draft_adapter is {directory!r}, and there are {count} draft models: name only the one it was made for")
 
 
-def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
-    """Return the drafters, without the drafter that "auto" chose if the user also named it."""
+def _remove_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
+    """Return the drafters once each: the user may also name the drafter that "auto" chooses."""
     unique: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
-        known = unique.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
-        if known[1] is not drafter and (name == known[0] or "auto" not in (name, known[0])):
-            how = f"{name!r} twice" if name == known[0] else f"{known[0]!r} and {name!r}, which are the same"
+        earlier = unique.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
+        if earlier[1] is not drafter and (name == earlier[0] or "auto" not in (name, earlier[0])):
+            how = f"{name!r} twice" if name == earlier[0] else f"{earlier[0]!r} and {name!r}, which are the same"
             raise IncompatibleDrafterError(f"drafter list {list(names)} holds {how}: name each drafter once")
     return tuple(drafter for _, drafter in unique.values())
 
@@ -221,15 +222,15 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
     if name in MODEL_FREE_DRAFTERS:
         return PreparedDrafter(name)
     if name == "auto":
-        return _find_fetched_drafter(target) or _find_own_drafter(name, target)
+        return _find_fetched_drafter(target) or _find_drafter_in_target_files(name, target)
     if name == DRAFT_MODEL:
-        return _find_own_drafter(name, target)
-    own = HeadKind(name) if name in HEADS_INSIDE_TARGET else None
-    path = target if own is not None else _resolve_path(name, token=token, offline=offline)
-    head = open_head_files(path, own, inside_target=path.resolve() == target.resolve())
+        return _find_drafter_in_target_files(name, target)
+    kind_inside_target = HeadKind(name) if name in HEAD_NAMES_IN_TARGET else None
+    path = target if kind_inside_target is not None else _resolve_drafter_path(name, token=token, offline=offline)
+    head = open_head_files(path, kind_inside_target, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
-    if own is not None:
+    if kind_inside_target is not None:
         raise IncompatibleDrafterError(f"{target} is a GGUF file that holds no {name} head: use another drafter")
     return PreparedDrafter(DRAFT_MODEL, path)
 
@@ -237,7 +238,7 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
 def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
     """Open the drafter that `paceline doctor --fetch` downloaded for a target; None if it downloaded none.
 
-    If its files are gone or damaged, or another model is at the target's path now, the target's own drafter is used, with a notice.
+    If its files are missing, damaged or made for another target, a drafter in the target's own files is used, with a notice.
     """
     fetched = read_fetched_drafter(target)
     if fetched is None:
@@ -250,14 +251,14 @@ def _find_fetched_drafter(target: Path) -> PreparedDrafter | None:
         else:
             _read_layer_boundaries(head, target, HeadOptions())
     except (CheckpointError, IncompatibleDrafterError) as error:
-        notice = f"{name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch gets it again"
-        return replace(_find_own_drafter("auto", target), notice=notice)
+        notice = f"{name}, downloaded for this model, is not used ({error}): paceline doctor MODEL --fetch downloads it again"
+        return replace(_find_drafter_in_target_files("auto", target), notice=notice)
     return PreparedDrafter(DRAFT_MODEL if head is None else head.kind.value, path, head, is_optional=head is not None)
 
 
-def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
+def _find_drafter_in_target_files(name: str, target: Path) -> PreparedDrafter:
     """Find the draft model ("draft_model") or any drafter ("auto") in the target's own files; suffix lookup if "auto" finds none."""
-    directory = target / DRAFT_FOLDER
+    directory = target / DRAFT_SUBFOLDER
     if (directory / "config.json").is_file():
         head = open_head_files(directory)
         if head is None:
@@ -269,15 +270,15 @@ def _find_own_drafter(name: str, target: Path) -> PreparedDrafter:
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
     if name == "auto":
         head = (
-            _open_head_in_folder(target, ASSISTANT_FOLDER)
-            or _open_head_in_folder(target, DRAFT_FOLDER)
+            _open_head_in_folder(target, ASSISTANT_SUBFOLDER)
+            or _open_head_in_folder(target, DRAFT_SUBFOLDER)
             or _open_mtp_module_of_target(target)
         )
         if head is None:
             return _open_packaged_drafter(target)
         return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
-        f"{target} has no embedded draft model (folder {DRAFT_FOLDER!r}): give a draft model's directory or id instead"
+        f"{target} has no embedded draft model (folder {DRAFT_SUBFOLDER!r}): give a draft model's directory or id instead"
     )
 
 
@@ -298,9 +299,9 @@ def _open_packaged_drafter(target: Path) -> PreparedDrafter:
 
 
 def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
-    """Open the head in the subfolder `name` of the target's directory, which may be a single GGUF file; None if there is none.
+    """Open the head in subfolder `name` of the target's directory, a model directory or a single GGUF file; None if there is none.
 
-    If the target is a GGUF file, the head may have been made for another one in its directory: None if its sizes do not fit.
+    The directory of a GGUF target may contain other GGUF models. So the head is returned only if its sizes fit the target's.
     """
     folder = (target.parent if is_gguf(target) else target) / name
     if (folder / "config.json").is_file():
@@ -319,11 +320,11 @@ def _open_mtp_module_of_target(target: Path) -> HeadFiles | None:
     try:
         head = open_head_files(target, inside_target=True)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
-        return None  # the error is raised when the target is loaded
+        return None  # loading the target raises the error later
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
-def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
+def _resolve_drafter_path(name: str, *, token: str | None, offline: bool) -> Path:
     if is_head_file(name):
         return Path(name)
     try:
@@ -331,7 +332,9 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     except CheckpointError as error:
         if name in (kind.value for kind in HeadKind):
             text = "is a method whose head or draft model is a file of its own: give its directory or id"
-            raise IncompatibleDrafterError(f"drafter {name!r} {text}; 'auto', the default, finds what comes with the target") from error
+            raise IncompatibleDrafterError(
+                f"drafter {name!r} {text}; 'auto', the default, finds a drafter that comes with the target"
+            ) from error
         close = get_close_matches(name, DRAFTER_NAMES, 1)
         suggestion = f" (did you mean {close[0]}?)" if close else ""
         raise IncompatibleDrafterError(
@@ -340,7 +343,7 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
 
 
 def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:
-    """Open the files of a drafting head; None if they hold a language model.
+    """Open the files of a drafting head; None if they contain a language model.
 
     Args:
         kind: kind that the head must have; None = any kind.
@@ -355,7 +358,7 @@ def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: 
         files = open_gguf_module(path)
     if files is None:
         return None
-    # an MTP module that is part of a whole model works with this model only
+    # an MTP module in the checkpoint of a whole model drafts only for that model
     is_model_with_mtp = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_model_with_mtp):
         return None
@@ -365,6 +368,6 @@ def open_head_files(path: Path, kind: HeadKind | None = None, *, inside_target: 
             "give the directory of a head, or use another drafter"
         )
     if files.kind not in HEAD_OPENERS:
-        known = ", ".join(one.value for one in HEAD_OPENERS)
-        raise IncompatibleDrafterError(f"{path} is a {files.kind.value} drafter, which is not supported; those of {known} are")
+        supported = ", ".join(head_kind.value for head_kind in HEAD_OPENERS)
+        raise IncompatibleDrafterError(f"{path} is a {files.kind.value} drafter, which is not supported; those of {supported} are")
     return files

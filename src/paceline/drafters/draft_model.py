@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.config import cache_directory
-from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, target_noise_sampling
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, GreedyTextModel, SharedVocabularyMap, TextDrafter
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
@@ -43,8 +43,8 @@ from paceline.speculation.tree_growth import Candidate, grow_tree_stepwise
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-CATCH_UP_ROWS = 256  # number of a request's committed tokens that one prefill pass of the draft model runs
-_PREFILL_PROFILE_ROWS = 32  # number of tokens of the pass that measures the prefill speed
+PREFILL_CHUNK_TOKENS = 256  # maximum number of a request's tokens in one prefill pass of the draft model
+_PREFILL_PROFILE_TOKENS = 32  # number of tokens of the pass that measures the prefill speed
 
 ResultT = TypeVar("ResultT")
 TokenPath: TypeAlias = Sequence[int]
@@ -98,7 +98,7 @@ class DraftModelDrafter(GreedyTextModel):
         translation: map between the vocabularies of target and draft model; None = their ids are equal.
         max_model_len: longest text that the draft model can run, in its own tokens; None = the maximum of its config.
         tree_width: draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
-        note: end of the drafter's description: adapter, vocabulary and context length; it begins with a separator.
+        description_suffix: end of the drafter's description, such as "; with the adapter NAME".
         notices: messages for the user, shown at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
         mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = each pass drafts one token.
@@ -116,7 +116,7 @@ class DraftModelDrafter(GreedyTextModel):
         translation: SharedVocabularyMap | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
-        note: str = "",
+        description_suffix: str = "",
         notices: Sequence[str] = (),
         prefill_token_s: float = 0.0,
         mask_token_id: int | None = None,
@@ -128,14 +128,15 @@ class DraftModelDrafter(GreedyTextModel):
         self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
-            _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None),
+            _description(runtime, tree_width, description_suffix, is_pard=mask_token_id is not None),
             notices,
             cache_bytes_per_token=cache.bytes_per_token,
         )
         self._states = RequestState[_CachedSequenceState]()
         self._prefill_time = PrefillTime(prefill_token_s)
         self._sampler = DraftSampler(None, vocab_size, self._num_tokenizer_ids)
-        self._ranking, self._truncated_ranking = self._sampler.ranking(tree_width), self._sampler.truncated_ranking(tree_width)
+        self._summary_options = self._sampler.summary_options(tree_width)
+        self._truncated_summary_options = self._sampler.truncated_summary_options(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
@@ -163,7 +164,7 @@ class DraftModelDrafter(GreedyTextModel):
 
     def prefill_s(self, request: Request) -> float:
         state, length = self._get_or_create_state(request), len(request.token_ids)
-        if length - state.start >= self.max_model_len:  # the text is too long: the next draft will run only its end
+        if length - state.start >= self.max_model_len:  # too long for the draft model: the next draft runs only the end of the text
             return self._prefill_time.expected_s(self.max_model_len // 2)
         return self._prefill_time.expected_s(length - state.num_tokens_at_last_draft)
 
@@ -188,7 +189,7 @@ class DraftModelDrafter(GreedyTextModel):
         self._truncate_rejected(state, context, num_unchanged)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
-        if max(pending) >= self.runtime.config.vocab_size:  # the text has token ids that the draft model lacks
+        if max(pending) >= self.runtime.config.vocab_size:  # the draft model has no embedding for a token of the text
             return None
         next(steps)  # run the generator until it waits for the logits after the last committed token
         return _Draft(request, state, steps, pending, depth)
@@ -203,7 +204,7 @@ class DraftModelDrafter(GreedyTextModel):
         return state
 
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
-        """Drop the request's cached tokens. If its text is too long, later passes run only its end, about half of the context length."""
+        """Drop the request's cached tokens. If its text is too long, later passes run only its last tokens, half the context length."""
         self.cache.release(state.sequence)
         state.sequence = self.cache.new_sequence(request.cached_sequence.salt)
         state.token_ids.clear()
@@ -223,11 +224,11 @@ class DraftModelDrafter(GreedyTextModel):
         """Run passes of the draft model until every draft is finished."""
         active = [draft for draft in drafts if draft is not None]
         try:
-            self._catch_up(active)
+            self._prefill_long_texts(active)
             while active := [draft for draft in active if draft.pending_token_ids]:
                 for part in split_into_passes(active, lambda draft: len(draft.pending_token_ids) + self._num_mask_tokens(draft)):
-                    ran, found = self._run_pass(part, [draft.pending_token_ids for draft in part], needs_logits=True)
-                    for draft, rows in zip(ran, found, strict=True):
+                    ran, logits_by_draft = self._run_pass(part, [draft.pending_token_ids for draft in part], needs_logits=True)
+                    for draft, rows in zip(ran, logits_by_draft, strict=True):
                         for row in rows:
                             if draft.pending_token_ids:
                                 self._advance_generator(draft, row)
@@ -238,13 +239,13 @@ class DraftModelDrafter(GreedyTextModel):
                 self.release(request)
             raise
 
-    def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
-        """Prefill long texts in chunks, except the last chunk, whose pass also starts the draft."""
-        while long_drafts := [draft for draft in drafts if len(draft.pending_token_ids) > CATCH_UP_ROWS]:
-            for part in split_into_passes(long_drafts, lambda _: CATCH_UP_ROWS):
-                ran, _ = self._run_pass(part, [draft.pending_token_ids[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
+    def _prefill_long_texts(self, drafts: Sequence[_Draft[ResultT]]) -> None:
+        """Prefill long texts in chunks, except the last chunk, which the pass of the first draft token runs."""
+        while long_drafts := [draft for draft in drafts if len(draft.pending_token_ids) > PREFILL_CHUNK_TOKENS]:
+            for part in split_into_passes(long_drafts, lambda _: PREFILL_CHUNK_TOKENS):
+                ran, _ = self._run_pass(part, [draft.pending_token_ids[:PREFILL_CHUNK_TOKENS] for draft in part], needs_logits=False)
                 for draft in ran:
-                    del draft.pending_token_ids[:CATCH_UP_ROWS]
+                    del draft.pending_token_ids[:PREFILL_CHUNK_TOKENS]
                     draft.state.num_verified = len(draft.state.token_ids)  # prefilled tokens are committed
 
     def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
@@ -310,11 +311,11 @@ class DraftModelDrafter(GreedyTextModel):
         """Sample up to `width` draft tokens from the logits after a path; none if `row` is None."""
         if row is None:
             return NO_TOKENS
-        ranked = row.top_tokens
-        if ranked is not None and math.isfinite(ranked.log_sum):
+        summary = row.top_tokens
+        if summary is not None and math.isfinite(summary.log_sum):
             if not request.params.truncates:
-                return self._sampler.sample_from_top_tokens(ranked, width, is_greedy=request.params.is_greedy)
-            drafted = self._sampler.sample_truncated_from_top_tokens(request, path, ranked, width)
+                return self._sampler.sample_from_top_tokens(summary, width, is_greedy=request.params.is_greedy)
+            drafted = self._sampler.sample_from_truncated_top_tokens(request, path, summary, width)
             if drafted is not None:
                 return drafted
         try:
@@ -361,9 +362,9 @@ class DraftModelDrafter(GreedyTextModel):
             return ran, []
         start = perf_counter()
         inputs, batch, logits_rows = assemble_pass(plans, rows, logit_indices)
-        is_ranked = needs_logits and any(draft.uses_top_tokens for draft in ran)
-        if is_ranked:
-            logits_rows = self._request_top_tokens(logits_rows, ran, [len(indices) for indices in logit_indices])
+        has_summaries = needs_logits and any(draft.uses_top_tokens for draft in ran)
+        if has_summaries:
+            logits_rows = self._with_top_tokens(logits_rows, ran, [len(indices) for indices in logit_indices])
         output = self.runtime.forward(inputs, batch, logits_rows)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
@@ -374,43 +375,44 @@ class DraftModelDrafter(GreedyTextModel):
             draft.state.token_ids.extend(ids[:num_kept])
         if not needs_logits:
             return ran, []
-        found = zip(output.logits, output.summaries if is_ranked else repeat(None), strict=False)
+        row_logits = zip(output.logits, output.summaries if has_summaries else repeat(None), strict=False)
         return ran, [
-            [DraftLogits(logits, top_tokens if draft.uses_top_tokens else None) for logits, top_tokens in islice(found, len(indices))]
+            [DraftLogits(logits, top_tokens if draft.uses_top_tokens else None) for logits, top_tokens in islice(row_logits, len(indices))]
             for draft, indices in zip(ran, logit_indices, strict=True)
         ]
 
-    def _request_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+    def _with_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
         drawn = [
             (draft.request, draft.num_received_rows + index) if draft.uses_top_tokens and not draft.request.params.is_greedy else None
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
         truncates = any(draft.uses_top_tokens and draft.request.params.truncates for draft in drafts)
-        return logits_rows._replace(summary=self._truncated_ranking if truncates else self._ranking, sampling=target_noise_draws(drawn))
+        summary = self._truncated_summary_options if truncates else self._summary_options
+        return logits_rows._replace(summary=summary, sampling=target_noise_sampling(drawn))
 
 
-def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
+def _description(runtime: Network, tree_width: int, description_suffix: str, *, is_pard: bool) -> str:
     num_layers = runtime.config.num_layers
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
-    shape += ", PARD: all tokens in one pass" if in_one_pass else ""
-    return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{note})"
+    shape += ", PARD: all tokens in one pass" if is_pard else ""
+    return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{description_suffix})"
 
 
 @lru_cache(maxsize=256)
 def _tokens_per_level(width: int, depth: int, max_rows: int) -> tuple[int, ...]:
-    """Return for each level how many tokens a chain with `width` - 1 siblings next to each token has there, within `max_rows` rows."""
+    """Return the number of tokens of each level of a tree: a chain token and up to `width` - 1 siblings, `max_rows` rows in all."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
     tree = DraftTree.from_nodes(0, [*range(width)] * depth, parents, "").trim(vocab_size=width, max_depth=depth, max_rows=max_rows)
     return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))
 
 
 def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
-    """Load a draft model and create its drafter. If too few token ids can be mapped to the target's, drafts are passed on as text.
+    """Load a draft model and create its drafter. If too few token ids can be mapped to the target's, it drafts text.
 
     Raises:
-        IncompatibleDrafterError: the tokens of the draft model cannot spell half of the target's tokens.
+        IncompatibleDrafterError: the tokenizers differ so much that the draft model cannot draft for the target.
         CheckpointError: files of the draft model are damaged or incomplete.
     """
     config = read_model_config(directory)
@@ -427,7 +429,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     max_model_len = min(required_len, config.max_positions)
     mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
-    passes = time_passes(runtime, cache, (_PREFILL_PROFILE_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
+    passes = time_passes(runtime, cache, (_PREFILL_PROFILE_TOKENS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, tokenizers = None, None if has_all_ids else (ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer))
     if tokenizers is not None and comparison.match is not VocabularyMatch.DISJOINT:
         translation = SharedVocabularyMap(*tokenizers, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
@@ -440,21 +442,21 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
         notices=[line for line in [too_large_reason(directory, config, target.runtime.config)] if line],
-        note=_compatibility_note(comparison, max_model_len, required_len, target.speculation.draft_adapter),
-        prefill_token_s=passes[_PREFILL_PROFILE_ROWS] / _PREFILL_PROFILE_ROWS,
+        description_suffix=_describe_compatibility(comparison, max_model_len, required_len, target.speculation.draft_adapter),
+        prefill_token_s=passes[_PREFILL_PROFILE_TOKENS] / _PREFILL_PROFILE_TOKENS,
         mask_token_id=mask_token_id,
     )
     return drafter if tokenizers is None or translation is not None else TextDrafter(drafter, *tokenizers)
 
 
 def too_large_reason(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:
-    """Return why a draft model cannot speed up its target: it is not smaller, and drafts one token a pass. Empty if it may."""
+    """Return an error text if a draft model is at least as large as its target and drafts one token a pass; "" otherwise."""
     size, target_size = num_parameters(draft), num_parameters(target)
     if size < target_size or read_mask_token(directory, draft) is not None:
         return ""
     return (
         f"the draft model has {size:,} parameters, the target {target_size:,}: a draft pass costs as much as a plain step, so drafting "
-        "cannot pay"
+        "cannot be faster"
     )
 
 
@@ -492,7 +494,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block for the prefill measurement
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block to measure the prefill speed
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(
         num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)
@@ -502,15 +504,16 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
 
 
 def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
-    """Estimate how many tokens of the draft model a text has per token of the target, plus 25 %; at least 1."""
+    """Estimate the draft model's tokens per target token of the same text, plus 25 % for safety; at least 1."""
     counts = [len(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)) for tokenizer in (draft, target)]
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 
 
-def _compatibility_note(comparison: VocabularyComparison, max_model_len: int, required_context: int, adapter: str | None) -> str:
-    """Return the part of the drafter's description on its adapter, a different vocabulary, and a context shorter than the target's."""
-    note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
-    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_token_conversion()}"
-    if max_model_len < required_context:
-        note += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
-    return note
+def _describe_compatibility(comparison: VocabularyComparison, max_model_len: int, required_len: int, adapter: str | None) -> str:
+    """Describe the adapter, a vocabulary other than the target's, and a context shorter than the target's, for the user."""
+    description = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
+    if comparison.coverage != 1.0:
+        description += f"; {comparison.match.value} vocabularies: {comparison.describe_token_conversion()}"
+    if max_model_len < required_len:
+        description += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
+    return description

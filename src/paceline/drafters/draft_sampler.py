@@ -38,7 +38,7 @@ class DraftTokens:
 NO_TOKENS = DraftTokens()
 
 
-def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> RowSampling | None:
+def target_noise_sampling(rows: Sequence[tuple[Request, int] | None]) -> RowSampling | None:
     """Return the noise keys and temperatures with which a pass draws one token from each row of logits; None if it draws none.
 
     Args:
@@ -46,40 +46,40 @@ def target_noise_draws(rows: Sequence[tuple[Request, int] | None]) -> RowSamplin
     """
     if not any(rows):
         return None
-    draws = np.zeros(len(rows), SAMPLING_DTYPE)
+    sampling = np.zeros(len(rows), SAMPLING_DTYPE)
     for index, row in enumerate(rows):
         if row is not None:
             request, num_draft_tokens = row
             key = noise_key(request.seed, request.sample_index, len(request.token_ids) + num_draft_tokens, Purpose.TOKEN)
-            draws[index] = (key, request.params.temperature, 0)
-    return draws
+            sampling[index] = (key, request.params.temperature, 0)
+    return sampling
 
 
 class DraftSampler:
     """Samples draft tokens, as ids of the target, from rows of logits over a draft vocabulary.
 
     Args:
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
+        target_ids: [Vd] target id of each draft id, ascending; None = draft ids are target ids.
         vocab_size: V, size of the target's vocabulary.
         num_draftable_ids: only target ids below this number are drafted; None = V.
     """
 
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_draftable_ids: int | None = None) -> None:
-        self._vocab_size, self._row = vocab_size, np.full(vocab_size, -np.inf, np.float32)  # ids that cannot be drafted stay -inf
+        self._vocab_size, self._target_row = vocab_size, np.full(vocab_size, -np.inf, np.float32)  # ids that cannot be drafted stay -inf
         self._num_draftable_ids = vocab_size if num_draftable_ids is None else min(vocab_size, num_draftable_ids)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_draftable_ids]
 
-    def ranking(self, width: int) -> SummaryOptions:
-        """Return how many top tokens a pass must return for each row, so that `sample_from_top_tokens` can sample `width` tokens."""
+    def summary_options(self, width: int) -> SummaryOptions:
+        """Return the summary of each row of logits that `sample_from_top_tokens` needs for `width` tokens."""
         columns = self._num_draftable_ids if self._target_ids is None else len(self._target_ids)
         return SummaryOptions(columns, 1 if width == 1 else width + 1, self._target_ids)
 
-    def truncated_ranking(self, width: int) -> SummaryOptions:
-        """Return how many top tokens a pass must return per row, so that `sample_truncated_from_top_tokens` can sample `width` tokens."""
-        return replace(self.ranking(width), count=max(TOP_N, width + 1))
+    def truncated_summary_options(self, width: int) -> SummaryOptions:
+        """Return the summary of each row of logits that `sample_from_truncated_top_tokens` needs for `width` tokens."""
+        return replace(self.summary_options(width), count=max(TOP_N, width + 1))
 
     def sample_from_top_tokens(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:
-        """Sample from the top tokens of a row. Gives the result of `sample` if only the temperature changes the request's logits."""
+        """Sample as `sample` does, from the top tokens of a row, for a request whose parameters only scale the logits by temperature."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return NO_TOKENS
@@ -91,10 +91,10 @@ class DraftSampler:
         prob_by_token = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _add_siblings(first, prob_by_token, width, is_greedy=is_greedy)
 
-    def sample_truncated_from_top_tokens(self, request: Request, path: Sequence[int], row: LogitsSummary, width: int) -> DraftTokens | None:
-        """Sample from the top tokens of a row (see `truncated_ranking`), for a request with top-k, top-p or min-p.
+    def sample_from_truncated_top_tokens(self, request: Request, path: Sequence[int], row: LogitsSummary, width: int) -> DraftTokens | None:
+        """Sample as `sample` does, from the top tokens of a row, for a request with top-k, top-p or min-p.
 
-        Gives the result of `sample`; None if more than the top tokens are needed to apply top-k, top-p and min-p.
+        None if more tokens of the row are needed to apply top-k, top-p and min-p.
         """
         log_sum, drawn, scores, ids = row
         probs = [math.exp(score - log_sum) for score in scores]
@@ -175,14 +175,14 @@ class DraftSampler:
     def to_target_logits(self, row: FloatArray) -> FloatArray:
         """Convert logits [Vd] to a row [V] of the target's ids, which the next call may overwrite; ids that are never drafted get -inf."""
         if self._target_ids is not None:
-            # draft ids are sorted by target id, so those that are never drafted are the last
-            self._row[self._target_ids] = row[: len(self._target_ids)]
-            return self._row
+            # target ids ascend, so the columns of ids that are never drafted are the last
+            self._target_row[self._target_ids] = row[: len(self._target_ids)]
+            return self._target_row
         num_columns = min(len(row), self._num_draftable_ids)
         if num_columns == self._vocab_size:
             return row[:num_columns]
-        self._row[:num_columns] = row[:num_columns]
-        return self._row
+        self._target_row[:num_columns] = row[:num_columns]
+        return self._target_row
 
 
 def _draw_for_rejection_sampling(request: Request, path: Sequence[int], distribution: Distribution) -> DraftTokens:
@@ -192,9 +192,9 @@ def _draw_for_rejection_sampling(request: Request, path: Sequence[int], distribu
 
 
 def _first_and_most_probable(
-    params: SamplingParams, scores: FloatArray, ids: NDArray[np.int64] | None, first: int, width: int
+    params: SamplingParams, scores: FloatArray, ids: NDArray[np.int64] | None, first_token: int, width: int
 ) -> DraftTokens:
-    """Return the drawn token `first` and, as its siblings, the most probable other tokens, `width` in all.
+    """Return `first_token`, which was drawn, and, as its siblings, the most probable other tokens, `width` in all.
 
     Args:
         scores: [M] scores before top-k, top-p and min-p.
@@ -203,11 +203,11 @@ def _first_and_most_probable(
     best, probs = top_probs(params, scores, width + 1 if width > 1 else 1)
     tokens: list[int] = (best if ids is None else ids[best]).tolist()
     if width == 1:
-        index = first if ids is None else int(ids.searchsorted(first))
-        return DraftTokens((first,), (probs[0] if scores[index] == scores[best[0]] else _estimate_drawn_prob(probs[0]),))
+        index = first_token if ids is None else int(ids.searchsorted(first_token))
+        return DraftTokens((first_token,), (probs[0] if scores[index] == scores[best[0]] else _estimate_drawn_prob(probs[0]),))
     floor = scores[best[0]] - _MAX_LOG_PROB_GAP
     prob_by_token = {token: prob for token, prob, score in zip(tokens, probs, scores[best], strict=True) if score > floor}
-    return _add_siblings(first, prob_by_token, width, is_greedy=params.is_greedy)
+    return _add_siblings(first_token, prob_by_token, width, is_greedy=params.is_greedy)
 
 
 def _estimate_drawn_prob(best_prob: float) -> float:
@@ -215,12 +215,12 @@ def _estimate_drawn_prob(best_prob: float) -> float:
     return min(best_prob, 1.0 - best_prob) / 2.0
 
 
-def _add_siblings(first: int, prob_by_token: Mapping[int, float], width: int, *, is_greedy: bool) -> DraftTokens:
-    """Return `first` and the most probable others, whose probabilities are scaled to sum to at most 1 minus that of `first`."""
-    own = prob_by_token.get(first, 0.0)
+def _add_siblings(first_token: int, prob_by_token: Mapping[int, float], width: int, *, is_greedy: bool) -> DraftTokens:
+    """Return `first_token` and the most probable other tokens, with probabilities that sum to at most 1."""
+    first_prob = prob_by_token.get(first_token, 0.0)
     if not is_greedy:
-        own = max(own, MIN_COUPLED_PROB)
-    others = [item for item in prob_by_token.items() if item[0] != first][: width - 1]
-    rest = sum([prob for _, prob in others])
-    scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
-    return DraftTokens((first, *[token for token, _ in others]), (own, *[prob * scale for _, prob in others]))
+        first_prob = max(first_prob, MIN_COUPLED_PROB)
+    siblings = [item for item in prob_by_token.items() if item[0] != first_token][: width - 1]
+    sibling_mass = sum([prob for _, prob in siblings])
+    scale = min(1.0, (1.0 - first_prob) / sibling_mass) if sibling_mass > 0.0 else 0.0
+    return DraftTokens((first_token, *[token for token, _ in siblings]), (first_prob, *[prob * scale for _, prob in siblings]))

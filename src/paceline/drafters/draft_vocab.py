@@ -1,6 +1,6 @@
-"""The reduced vocabulary that an MTP module drafts from: the lowest token ids, or the most frequent ids of a text corpus.
+"""Reduced draft vocabulary of an MTP module: the lowest token ids, or the most frequent ids of a text corpus.
 
-EAGLE-3 heads are trained with such a vocabulary. An MTP module uses these rows of its vocabulary matrix only, which makes drafting faster.
+Drafting is faster, because only the lm_head rows of these ids are computed. EAGLE-3 heads are trained with such a vocabulary.
 """
 
 from pathlib import Path
@@ -40,13 +40,13 @@ def read_corpus(path: Path) -> str:
     try:
         content = read_small(path, MAX_CORPUS_BYTES)
     except CheckpointError as error:
-        reason = str(error).partition(";")[0]  # the advice after ";" is about checkpoints, not about text files
+        reason = str(error).partition(";")[0]  # without the advice after ";" to download a checkpoint again
         raise ConfigError(
             f"drafter_options: draft_vocab_corpus cannot be read: {reason}; give a text file of at most {MAX_CORPUS_BYTES} bytes"
         ) from None
     if not content:
-        found = "does not exist" if content is None else "is empty"
-        raise ConfigError(f"drafter_options: draft_vocab_corpus is {str(path)!r}, which {found}: give a text like those you generate")
+        problem = "does not exist" if content is None else "is empty"
+        raise ConfigError(f"drafter_options: draft_vocab_corpus is {str(path)!r}, which {problem}: give a text like those you generate")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -62,8 +62,8 @@ def most_frequent_ids(text: str, tokenizer: Tokenizer, count: int, vocab_size: i
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(text), _CHUNK_CHARS):
-        found = np.array(tokenizer.encode(text[begin : begin + _CHUNK_CHARS], add_special_tokens=False), np.int64)
-        counts += np.bincount(found[found < vocab_size], minlength=vocab_size)
-    ends = [token for token in tokenizer.end_token_ids if token < vocab_size]
-    counts[ends] = len(text) + 1  # end-of-text ids get the highest counts, so that they are always included
+        ids = np.array(tokenizer.encode(text[begin : begin + _CHUNK_CHARS], add_special_tokens=False), np.int64)
+        counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    end_ids = [token for token in tokenizer.end_token_ids if token < vocab_size]
+    counts[end_ids] = len(text) + 1  # end-of-text ids get the highest counts, so that they are always included
     return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -1,6 +1,6 @@
 """The drafters that were downloaded for a target: one small file for each target in the cache directory.
 
-`paceline doctor MODEL --fetch` writes the file. The drafter "auto" reads it, so a model's own directory may be read-only.
+`paceline doctor MODEL --fetch` writes the file. The drafter "auto" reads it. The directory of the model may be read-only.
 """
 
 import hashlib
@@ -12,12 +12,12 @@ from paceline.config import cache_directory
 from paceline.errors import CheckpointError
 from paceline.small_files import read_json, write_atomically
 
-_FOLDER = "drafters"
+_RECORDS_SUBFOLDER = "drafters"
 _NUM_HASH_DIGITS = 16
 
 
 def record_fetched_drafter(target: Path, name: str, files: Path) -> None:
-    """Store that a drafter is to be used for a target; it replaces an earlier one.
+    """Record which drafter "auto" uses for a target, in place of one recorded earlier.
 
     Args:
         name: the drafter's id on the Hugging Face Hub.
@@ -53,4 +53,4 @@ def read_fetched_drafter(target: Path) -> tuple[str, Path] | None:
 def _record_path(target: Path) -> Path | None:
     directory, resolved = cache_directory(), target.resolve()
     digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:_NUM_HASH_DIGITS]
-    return None if directory is None else directory / _FOLDER / f"{digest}.json"
+    return None if directory is None else directory / _RECORDS_SUBFOLDER / f"{digest}.json"

@@ -1,7 +1,7 @@
 """KV cache of a drafting head, in the same blocks and slots as the target's KV cache.
 
 A head's keys and values of a slot depend on the tokens up to it, as the target's own do. So copied, forked, shared and evicted blocks of
-the target stay right for the head. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes show which slots are
+the target remain valid for the head. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes show which slots are
 computed.
 """
 
@@ -19,24 +19,24 @@ from paceline.runtimes.base import FloatArray, IntArray, Network
 from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
-SPARE_BLOCKS = 64
+NUM_SPARE_BLOCKS = 64
 """Additional blocks for draft rows after the end of a sequence's last block."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # both numbers are odd, so that different tokens have different hashes mod 2**64
+_HASH_SCALE = np.uint64(0x9E3779B97F4A7C15)  # odd, as `_HASH_FACTOR`: different tokens have different hashes mod 2**64
 _HASH_FACTOR, _WORD_MASK = np.uint64(0xD1342543DE82EF95), 0xFFFFFFFFFFFFFFFF
-_FEW_TOKENS = 16  # number of tokens up to which hashes are computed one by one
+_MAX_TOKENS_HASHED_IN_PYTHON = 16  # more tokens are hashed with NumPy
 
 
 @dataclass(slots=True)
 class HeadSlots:
-    """The slots [first, end) of one request, which its head has computed and attends to, and the inputs of later slots."""
+    """The slots [first_slot, end_slot) of one request, which its head has computed and attends to, and the inputs of later slots."""
 
     sequence: CachedSequence
-    first: int
-    end: int
-    num_observed: int  # number of positions whose hidden states were received
-    prefix_hash: int  # hash of the tokens before `end`
-    pending: list[FloatArray] = field(default_factory=list)  # received hidden states that are not computed yet, oldest first
+    first_slot: int
+    end_slot: int
+    num_observed: int  # number of positions whose hidden states the target returned
+    prefix_hash: int  # hash of the tokens before `end_slot`
+    pending: list[FloatArray] = field(default_factory=list)  # the target's hidden states for slots from `end_slot` on
 
     def join_pending(self) -> FloatArray:
         """Return the pending hidden states as one array."""
@@ -56,15 +56,15 @@ class HeadCache(ABC):
 
     def __init__(self, runtime: Network, cache: KVCache, *, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        rows = [PagedCache(layer_cache.storage) for layer_cache in runtime.allocate_kv(num_blocks + SPARE_BLOCKS)]
+        layer_caches = [PagedCache(layer_cache.storage) for layer_cache in runtime.allocate_kv(num_blocks + NUM_SPARE_BLOCKS)]
         self.block_size, self.window = cache.block_size, window
-        self.bytes_per_token = sum(one.num_bytes for one in rows) // max(1, cache.max_slots)
-        self._spare_blocks = range(num_blocks, num_blocks + SPARE_BLOCKS)
+        self.bytes_per_token = sum(layer_cache.num_bytes for layer_cache in layer_caches) // max(1, cache.max_slots)
+        self._spare_blocks = range(num_blocks, num_blocks + NUM_SPARE_BLOCKS)
         self._hashes = np.zeros((1, num_blocks, self.block_size), np.uint64)  # 0 = the slot is not computed
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _HASH_FACTOR, np.uint64), dtype=np.uint64)
         self._hash_view, self._power_view = self._hashes.data, self._powers.data  # memoryviews are faster to index than arrays
         self._slots = RequestState[HeadSlots]()
-        for layer_cache in (*rows, PagedCache(self._hashes)):
+        for layer_cache in (*layer_caches, PagedCache(self._hashes)):
             cache.add_layer_cache(layer_cache)
 
     def release(self, request: Request) -> None:
@@ -78,28 +78,28 @@ class HeadCache(ABC):
     def _table_up_to(self, request: Request, end: int, num_used_spare_blocks: int) -> IntArray | None:
         """Return the blocks of a request's slots up to `end`, spare blocks included; None if there are too few spare blocks."""
         table, count = request.cached_sequence.block_table, self.num_spare_blocks_needed(request, end)
-        if count > SPARE_BLOCKS - num_used_spare_blocks:
+        if count > NUM_SPARE_BLOCKS - num_used_spare_blocks:
             return None
         if count:
             table = [*table, *self._spare_blocks[num_used_spare_blocks : num_used_spare_blocks + count]]
         return np.array(table, np.int32)
 
-    def _observe(self, request: Request, start: int, hidden_states: FloatArray) -> HeadSlots:
-        """Add the hidden states [T, F] of positions from `start` on to the pending ones of a request."""
+    def _add_hidden_states(self, request: Request, start: int, hidden_states: FloatArray) -> HeadSlots:
+        """Append the target's hidden states [T, F] of positions `start`, `start` + 1, … to the pending ones of a request."""
         slots = self._slots.get(request)
         if slots is None or slots.sequence is not request.cached_sequence or slots.num_observed != start:
-            slots = self._slots[request] = self._new_slots(request, start)
+            slots = self._slots[request] = self._create_slots(request, start)
         slots.pending.append(hidden_states)
         slots.num_observed = start + len(hidden_states)
         return slots
 
     @abstractmethod
-    def _new_slots(self, request: Request, start: int) -> HeadSlots:
+    def _create_slots(self, request: Request, start: int) -> HeadSlots:
         """Return the record of a new request whose first `start` positions are a prefix hit; their slots may be computed."""
 
-    def _first_computed(self, request: Request, hashes: NDArray[np.uint64]) -> int:
-        """Return the slot from which on all slots of a prefix are computed; `hashes` are those of its tokens."""
-        uncomputed = np.flatnonzero(self._hashes[self._indices(request, 0, len(hashes))] != hashes)
+    def _first_computed_slot(self, request: Request, hashes: NDArray[np.uint64]) -> int:
+        """Return the first slot after the last slot of a prefix that is not computed. `hashes` are those of the prefix's tokens."""
+        uncomputed = np.flatnonzero(self._hashes[self._slot_indices(request, 0, len(hashes))] != hashes)
         return int(uncomputed[-1]) + 1 if len(uncomputed) else 0
 
     def _hash_tokens(self, token_ids: Sequence[int] | IntArray, start: int, prefix_hash: int) -> NDArray[np.uint64]:
@@ -109,26 +109,26 @@ class HeadCache(ABC):
             start: slot of the first token.
             prefix_hash: hash of the tokens before it; 0 = there are none.
         """
-        values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[start : start + len(token_ids)]
+        values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _HASH_SCALE * self._powers[start : start + len(token_ids)]
         values[:1] += np.uint64(prefix_hash)
         return np.cumsum(values, dtype=np.uint64)
 
-    def _advance(self, request: Request, slots: HeadSlots, token_ids: Sequence[int] | IntArray, *, is_computed: bool = True) -> None:
-        """Move the end of a request's slots after these next tokens, and store the hashes of computed slots."""
-        if is_computed and len(token_ids) <= _FEW_TOKENS:  # measured: 25 times as fast for one token, because NumPy takes 20 µs
+    def _advance_end(self, request: Request, slots: HeadSlots, token_ids: Sequence[int] | IntArray, *, is_computed: bool = True) -> None:
+        """Extend a request's slots by the next `token_ids`, and store the hashes of computed slots."""
+        if is_computed and len(token_ids) <= _MAX_TOKENS_HASHED_IN_PYTHON:  # 25 times as fast as NumPy for one token (measured)
             table, size, prefix_hash = request.cached_sequence.block_table, self.block_size, slots.prefix_hash
-            for slot, token in enumerate(token_ids, slots.end):
-                prefix_hash = ((int(token) + 1) * int(_STEP) * self._power_view[slot] + prefix_hash) & _WORD_MASK
+            for slot, token in enumerate(token_ids, slots.end_slot):
+                prefix_hash = ((int(token) + 1) * int(_HASH_SCALE) * self._power_view[slot] + prefix_hash) & _WORD_MASK
                 self._hash_view[0, table[slot // size], slot % size] = prefix_hash
         else:
-            hashes = self._hash_tokens(token_ids, slots.end, slots.prefix_hash)
-            # the hashes of slots that are not computed are deleted, because an earlier request may have left equal ones
-            self._hashes[self._indices(request, slots.end, len(hashes))] = hashes if is_computed else 0
+            hashes = self._hash_tokens(token_ids, slots.end_slot, slots.prefix_hash)
+            # a slot that is not computed must not keep an equal hash of an earlier request
+            self._hashes[self._slot_indices(request, slots.end_slot, len(hashes))] = hashes if is_computed else 0
             prefix_hash = int(hashes[-1])
-        slots.prefix_hash, slots.end = prefix_hash, slots.end + len(token_ids)
+        slots.prefix_hash, slots.end_slot = prefix_hash, slots.end_slot + len(token_ids)
 
-    def _indices(self, request: Request, start: int, count: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-        """Return the indices in `_hashes` of `count` slots."""
+    def _slot_indices(self, request: Request, start: int, count: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """Return the indices in `_hashes` of `count` slots from `start` on."""
         slots, size = np.arange(start, start + count), self.block_size
         first = start // size
         table = np.array(request.cached_sequence.block_table[first : blocks_for(start + count, size)], np.int64)

@@ -24,8 +24,8 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
-_PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
-_INDEX = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
+_TRAINING_PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
+_INDEX_PATTERN = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -47,9 +47,9 @@ class HeadFiles:
     path: Path  # directory of the head, or its file
     config: Mapping[str, Any]  # contents of config.json; empty if there is none
     tensors: Mapping[str, FileTensor]  # tensors by name, without prefixes such as `module.`
-    kind: HeadKind  # kind of the head
+    kind: HeadKind
     files: tuple[Path, ...] = ()  # the files that contain the tensors
-    quantised: Mapping[str, TensorSource] = field(default_factory=dict)  # matrices that a GGUF file stores in quantised blocks
+    quantized: Mapping[str, TensorSource] = field(default_factory=dict)  # matrices that a GGUF file stores in quantised blocks
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":
@@ -63,12 +63,12 @@ class HeadFiles:
         directory = path if path.is_dir() else path.parent
         config = read_json(directory / "config.json") or {}
         files = (path,) if path.is_file() else _tensor_files(directory)
-        found: dict[str, FileTensor] = {}
+        tensors_with_prefixes: dict[str, FileTensor] = {}
         for file in files:
-            found.update(read_tensors(file, "head"))
+            tensors_with_prefixes.update(read_tensors(file, "head"))
         tensors: dict[str, FileTensor] = {}
-        for name in sorted(found, key=len):  # names without a prefix are shorter and have priority
-            tensors.setdefault(strip_prefixes(name), found[name])
+        for name in sorted(tensors_with_prefixes, key=len):  # names without a prefix are shorter and have priority
+            tensors.setdefault(strip_prefixes(name), tensors_with_prefixes[name])
         kind = detect_head_kind(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)
         return cls(path, config, tensors, kind, files)
 
@@ -113,7 +113,7 @@ class HeadFiles:
             return None
         if len(tensor.shape) != 2:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is of shape {list(tensor.shape)}, expected a matrix; is it another head's?"
+                f"{self.path}: tensor {name!r} is of shape {list(tensor.shape)}, expected a matrix: it may belong to another head"
             )
         return tensor.shape[0], tensor.shape[1]
 
@@ -127,7 +127,7 @@ class HeadFiles:
         Raises:
             CheckpointError: the indices are not 0, 1, … without gaps.
         """
-        regex = re.compile(re.escape(pattern).replace(r"\{\}", f"({_INDEX})"))
+        regex = re.compile(re.escape(pattern).replace(r"\{\}", f"({_INDEX_PATTERN})"))
         indices = {int(match[1]) for name in self.tensors if (match := regex.match(name))}
         if indices and max(indices) >= len(indices):
             missing = next(index for index in range(len(indices)) if index not in indices)
@@ -159,7 +159,7 @@ class HeadFiles:
         Raises:
             CheckpointError: the tensor is stored in another data type.
         """
-        source = self.quantised.get(name)
+        source = self.quantized.get(name)
         return self.weight(name) if source is None else read_tensor(name, source, regroup=False, num_threads=num_threads)
 
     def integer_vector(self, name: str) -> NDArray[np.int64]:
@@ -170,9 +170,13 @@ class HeadFiles:
         """
         tensor = self.tensors[name]
         if tensor.dtype in ("F32", "F16", "BF16", "F64") or tensor.dtype not in ITEM_TYPES:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is of type {tensor.dtype}, expected whole numbers; is it another head's?")
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is of type {tensor.dtype}, expected integers: it may belong to another head"
+            )
         if len(tensor.shape) != 1:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, expected a row; is it another head's?")
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, expected a vector: it may belong to another head"
+            )
         return tensor.read_values().astype(np.int64)
 
     def check_shapes(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]] | None = None) -> None:
@@ -193,7 +197,7 @@ class HeadFiles:
             raise CheckpointError(f"{self.path} is no complete {self.kind.value} head for this target: {'; '.join(problems)}")
 
     def check_all_used(self, used: Iterable[str], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
-        """Check that the files contain no unknown tensors. An unknown tensor means that the head computes something that we do not.
+        """Check that the files contain no unknown tensors. An unknown tensor is part of a computation that paceline lacks.
 
         Args:
             used: names of the tensors that the network uses.
@@ -253,7 +257,7 @@ def is_head_file(name: str) -> bool:
 
 def strip_prefixes(name: str) -> str:
     """Return a tensor's name without the prefixes that training code leaves, such as `module.`."""
-    return _PREFIXES.sub("", name, count=1)
+    return _TRAINING_PREFIXES.sub("", name, count=1)
 
 
 def rename_module(name: str, modules: Mapping[str, str]) -> str:
@@ -262,13 +266,13 @@ def rename_module(name: str, modules: Mapping[str, str]) -> str:
     return f"{modules.get(module, module)}.{kind}"
 
 
-def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:
+def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: int, num_vocab_rows: int | None = None) -> None:
     """Check that a head was made for a target of this hidden size and vocabulary size.
 
     Args:
         hidden_size: hidden size of the target that the head expects.
-        vocab_rows: number of target ids that the head's embedding or lm_head has rows for; None = it has neither. It may differ from the
-            target's number by padding.
+        num_vocab_rows: number of target ids that the head's embedding or lm_head has rows for; None = it has neither. Padding may
+            make it differ from the target's vocabulary size.
 
     Raises:
         IncompatibleDrafterError: a size differs.
@@ -278,17 +282,17 @@ def check_target_sizes(files: HeadFiles, target: ModelConfig, *, hidden_size: in
             f"the {files.kind.value} head {files.path} takes features of {hidden_size} values, the target's have {target.hidden_size}: "
             "it was made for another model"
         )
-    if vocab_rows is not None and (vocab_rows == 0 or abs(vocab_rows - target.vocab_size) > max(1024, target.vocab_size // 20)):
+    if num_vocab_rows is not None and (num_vocab_rows == 0 or abs(num_vocab_rows - target.vocab_size) > max(1024, target.vocab_size // 20)):
         raise IncompatibleDrafterError(
-            f"the {files.kind.value} head {files.path} has {vocab_rows} token ids, the target {target.vocab_size}: "
+            f"the {files.kind.value} head {files.path} has {num_vocab_rows} token ids, the target {target.vocab_size}: "
             "it was made for another base model"
         )
 
 
 def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[np.int64] | None:
-    """Return the target id of each of `size` draft ids; None if there is no `d2t` or the ids are equal.
+    """Return the target id of each of `size` draft ids; None if draft ids are target ids.
 
-    `d2t` contains target id minus draft id for each draft id. The target ids must ascend. `t2d`, if there, is True for the same target ids.
+    `d2t` contains target id minus draft id for each draft id. The target ids must ascend. `t2d`, if any, is True for these target ids.
 
     Raises:
         IncompatibleDrafterError: a target id is not in the target's vocabulary.
@@ -306,17 +310,17 @@ def read_target_ids(files: HeadFiles, size: int, target: ModelConfig) -> NDArray
             f"within the target's {target.vocab_size}: the head was made for another model, or its table holds ids in place of offsets"
         )
     if "t2d" in files.tensors:
-        marked = np.flatnonzero(files.integer_vector("t2d"))
-        if len(marked) and not np.array_equal(marked, ids):
+        ids_in_t2d = np.flatnonzero(files.integer_vector("t2d"))
+        if len(ids_in_t2d) and not np.array_equal(ids_in_t2d, ids):
             raise CheckpointError(f"{files.path}: d2t and t2d name different target ids; the file is damaged, download it again")
     return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
 
 
 def read_token_map(files: HeadFiles, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the target ids of a draft vocabulary in vLLM's format (`token_map`), ascending, and the index in the file of each.
+    """Return the target ids of a draft vocabulary in vLLM's format (`token_map`), ascending, and the index of each in `token_map`.
 
     Raises:
-        IncompatibleDrafterError: an id is not in the target's vocabulary, or is there twice.
+        IncompatibleDrafterError: an id is not in the target's vocabulary, or occurs twice.
     """
     ids = files.integer_vector("token_map")
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(np.unique(ids)) < len(ids):
@@ -325,8 +329,8 @@ def read_token_map(files: HeadFiles, vocab_size: int) -> tuple[NDArray[np.int64]
             f"{files.path}: token_map has {len(ids)} ids, {span}, of the target's {vocab_size}, each at most once: "
             "the head was made for another model"
         )
-    order = np.argsort(ids)
-    return ids[order], order
+    row_order = np.argsort(ids)
+    return ids[row_order], row_order
 
 
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
@@ -340,12 +344,12 @@ def _tensor_files(directory: Path) -> tuple[Path, ...]:
         return (directory / "pytorch_model.bin",)
     if (directory / "pytorch_model.bin.index.json").is_file():
         return _read_shard_index(directory / "pytorch_model.bin.index.json")
-    others = sorted(directory.glob("*.safetensors"))
-    if len(others) == 1:
-        return (others[0],)
-    looked_for = ", ".join((*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin"))
-    found = f"{len(others)} *.safetensors files" if others else "no weights"
-    raise CheckpointError(f"{directory} holds {found}; expected config.json with {looked_for} or one *.safetensors: name a head or a model")
+    other_files = sorted(directory.glob("*.safetensors"))
+    if len(other_files) == 1:
+        return (other_files[0],)
+    names = ", ".join((*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin"))
+    contents = f"{len(other_files)} *.safetensors files" if other_files else "no weights"
+    raise CheckpointError(f"{directory} holds {contents}; expected config.json with {names} or one *.safetensors: name a head or a model")
 
 
 def _read_shard_index(index: Path) -> tuple[Path, ...]:

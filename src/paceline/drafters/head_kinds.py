@@ -48,9 +48,9 @@ _KIND_BY_ARCHITECTURE = {
     "DFlash": HeadKind.DFLASH,
     "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
-}  # substrings of the architecture in config.json; the first that matches decides the kind
+}  # substring of the architecture in config.json -> kind; the first match is used
 _ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-_MEDUSA_TENSOR_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
+_MEDUSA_TENSOR_PATTERN = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
 _PARALLEL_DRAFTING_KEYS = ("ptd_token_id", "pard_token")
 
 
@@ -69,8 +69,8 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
     if "speculators_model_type" in config:
         model_type = str(config["speculators_model_type"])
         if model_type not in _SPECULATORS_MODEL_TYPES:
-            known = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MTP))
-            raise IncompatibleDrafterError(f"{path} holds a speculators head of unknown type {model_type!r}; types {known} can be used")
+            supported = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MTP))
+            raise IncompatibleDrafterError(f"{path} holds a speculators head of unknown type {model_type!r}; types {supported} can be used")
         return _SPECULATORS_MODEL_TYPES[model_type]
     if config.get("model_type") in _ASSISTANT_MODEL_TYPES:
         return HeadKind.GEMMA4_ASSISTANT
@@ -89,13 +89,13 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
         return detect_block_kind(shapes)
     names = {file.name for file in files}
     if not config and ("hidden_norm.weight" in shapes or "encoder.fc.weight" in shapes):
-        return detect_block_kind(shapes)  # without config.json, tensor names decide
+        return detect_block_kind(shapes)  # without config.json, the tensor names determine the kind
     if "Eagle3" in architecture or _is_eagle3(shapes):
         is_parallel = config.get("parallel_drafting") is True or any(config.get(name) is not None for name in _PARALLEL_DRAFTING_KEYS)
         return HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3
-    if _is_eagle(shapes):
+    if _is_eagle1(shapes):
         return HeadKind.EAGLE
-    if names & set(METHOD_FILE_NAMES[:2]) or any(_MEDUSA_TENSOR_NAMES.match(name) for name in shapes):
+    if names & set(METHOD_FILE_NAMES[:2]) or any(_MEDUSA_TENSOR_PATTERN.match(name) for name in shapes):
         return HeadKind.MEDUSA
     if METHOD_FILE_NAMES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
         return HeadKind.HYDRA
@@ -113,7 +113,7 @@ def detect_block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """Return the first architecture in config.json, and that in the field `model`, which nests another config in vLLM's format."""
+    """Return the first architecture in config.json, and the first in its field `model`, the nested config of vLLM's format."""
     found = []
     for values in (config, config.get("model")):
         architectures = values.get("architectures") if isinstance(values, Mapping) else None
@@ -132,8 +132,8 @@ def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
-def _is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether shapes are those of EAGLE-1: `fc` takes [embedding, feature], and the first layer takes one hidden state."""
+def _is_eagle1(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether shapes are those of EAGLE-1: `fc` maps [embedding, feature] to the hidden state that the first layer takes."""
     fc = shapes.get("fc.weight", shapes.get("fusion_fc.weight", ()))
     query = shapes.get("layers.0.self_attn.q_proj.weight", shapes.get("transformer.self_attn.q_proj.weight", ()))
     return len(fc) == 2 and fc[1] == 2 * fc[0] and query[-1:] == fc[:1]

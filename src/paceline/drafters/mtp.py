@@ -2,7 +2,7 @@
 
 The module's input at position t is a feature pair as in EAGLE: token t + 1 and the feature (hidden state) of position t. Both are
 normalised. Then follow a decoder layer of the target's kind, a norm and the lm_head. The normalised output is the predicted feature of
-position t + 1. Deviation: if a checkpoint has several modules, only the first is used; it drafts all positions.
+position t + 1. Deviation: if a checkpoint has several modules, the first drafts all positions.
 
 Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. docs/methods/mtp.md lists the tensor names.
 """
@@ -48,10 +48,10 @@ class _ModuleLayout:
 
     layer_prefix: str  # prefix of the names of the decoder layer's tensors
     names: Mapping[str, str]  # name in `mtp_network` -> name in the file, for the tensors that are not in the decoder layer
-    own_matrix_names: Mapping[str, str]  # the same for the module's own embedding and lm_head
+    own_matrix_names: Mapping[str, str]  # embedding.weight and lm_head.weight -> name in the file, if the module has its own
     modules_prefix: str  # prefix of the tensor names of all modules; the number of the module follows
     has_norm_offset: bool = False  # norm weights are stored minus 1
-    has_target_copies: bool = False  # the module's embedding and lm_head are copies of the target's, which are used, as in transformers
+    has_target_copies: bool = False  # embedding and lm_head are copies of the target's, so the target's are used
     is_feature_first: bool = False  # `fc` takes [feature, embedding], not [embedding, feature]
 
 
@@ -63,7 +63,7 @@ _TENSOR_NAMES_BY_LAYOUT = {
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
-_EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_STACKED_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
@@ -72,7 +72,7 @@ def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayou
 
     if any(name.startswith("mtp.") for name in files.tensors):
         configs = (files.config, files.config.get("text_config"))
-        has_own_embedding = any(isinstance(one, Mapping) and one.get("mtp_use_dedicated_embeddings") is True for one in configs)
+        has_own_embedding = any(isinstance(config, Mapping) and config.get("mtp_use_dedicated_embeddings") is True for config in configs)
         if has_own_embedding and _OWN_EMBEDDING not in files.tensors:
             raise CheckpointError(
                 f"{files.path} lacks {_OWN_EMBEDDING} although its config.json sets mtp_use_dedicated_embeddings: download it again"
@@ -98,9 +98,7 @@ def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayou
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """Config and weights of an MTP module."""
-
-    config: RecurrentHeadConfig  # configuration of the module
+    config: RecurrentHeadConfig
     weights: Weights  # weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none
     embedding: AnyTensor  # [V, E] token embedding
     soft_cap: float | None  # the target's soft cap of logits, if the target's lm_head is used
@@ -142,10 +140,10 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
         return build_module(layers, weights, num_mtp_modules(file, target) - 1)
     layout = _detect_module_layout(files, target)
     layers = _single_layer_config(_layer_config(files, target), has_norm_offset=layout.has_norm_offset)
-    tensors, own, num_later_modules = _read_tensors(files, layout, layers, target)
+    tensors, own_matrices, num_later_modules = _read_tensors(files, layout, layers, target)
     all_tensors = Weights({**tensors, "lm_head.weight": lm_head})
     module = build_module(layers, all_tensors, num_later_modules, is_feature_first=layout.is_feature_first)
-    return module if layout.has_target_copies else _with_own_matrices(module, own)
+    return module if layout.has_target_copies else _with_own_matrices(module, own_matrices)
 
 
 def _read_tensors(
@@ -157,24 +155,24 @@ def _read_tensors(
         files = _split_experts(files, layout.layer_prefix, mlp, size)
     files = _split_fused(files, layout.layer_prefix, layers)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
-    plain = checkpoint_names(layers)
+    file_names = checkpoint_names(layers)
     fused = {part for parts in fused_in_layer(layers.layers[0], FAMILIES[layers.family]).values() for part in parts}
-    plain |= {name: name for name in shapes if name.removeprefix("layers.0.").rpartition(".")[0] in fused}
-    names = {name: layout.layer_prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes}
+    file_names |= {name: name for name in shapes if name.removeprefix("layers.0.").rpartition(".")[0] in fused}
+    names = {name: layout.layer_prefix + file_names[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes}
     names |= layout.names
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
     optional = dict.fromkeys(layout.own_matrix_names.values(), (target.vocab_size, size))
     files.check_shapes({names[name]: shape for name, shape in shapes.items()}, optional)
-    tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
+    tensors: dict[str, AnyTensor] = {name: files.weight(file_name) for name, file_name in names.items()}
     if layout.has_norm_offset:
         tensors |= {name: add_norm_offset(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
     later = _check_all_used(files, layout, {*names.values(), *layout.own_matrix_names.values()}, target.num_layers)
-    own = {name: files.weight(theirs) for name, theirs in layout.own_matrix_names.items() if theirs in files.tensors}
-    return tensors, own, later
+    own_matrices = {name: files.weight(file_name) for name, file_name in layout.own_matrix_names.items() if file_name in files.tensors}
+    return tensors, own_matrices, later
 
 
 def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: int) -> HeadFiles:
-    """Replace tensors that stack all experts by tensors `<prefix>mlp.experts.<expert>.gate_proj.weight`, …; no values are read yet.
+    """Replace tensors that stack all experts by tensors `<prefix>mlp.experts.<expert>.gate_proj.weight`, …; values are only read when used.
 
     Args:
         prefix: prefix of the tensor names of the module's decoder layer.
@@ -182,17 +180,17 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
     """
     prefix = f"{prefix}mlp.experts."
     tensors, count = dict(files.tensors), mlp.routing.num_experts
-    numbers = {int(found[1]) for name in tensors if (found := re.match(re.escape(prefix) + r"([0-9]{1,6})\.", name))}
+    expert_indices = {int(match[1]) for name in tensors if (match := re.match(re.escape(prefix) + r"([0-9]{1,6})\.", name))}
     key = next((key for key in NUM_EXPERTS_KEYS if files.config.get(key) is not None), None)
     expected_count = f"{'the target has' if key is None else f'config.json has {key} ='} {count}; one of the two is another model's"
-    if numbers and len(numbers) != count:
-        raise CheckpointError(f"{files.path}: {prefix}* are {len(numbers)} experts, but {expected_count}")
-    inner = mlp.expert.intermediate_size
-    for stack, parts in _EXPERT_STACKS.items():
+    if expert_indices and len(expert_indices) != count:
+        raise CheckpointError(f"{files.path}: {prefix}* are {len(expert_indices)} experts, but {expected_count}")
+    intermediate_size = mlp.expert.intermediate_size
+    for stack, parts in _STACKED_EXPERT_MATRICES.items():
         tensor = tensors.pop(prefix + stack, None)
         if tensor is None:
             continue
-        rows, columns = (hidden_size, inner) if stack == "down_proj" else (inner, hidden_size)
+        rows, columns = (hidden_size, intermediate_size) if stack == "down_proj" else (intermediate_size, hidden_size)
         shape = (count, len(parts) * rows, columns)
         if tensor.shape != shape:
             raise CheckpointError(
@@ -205,32 +203,32 @@ def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: i
     return replace(files, tensors=tensors)
 
 
-def _read_expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
-    return np.ascontiguousarray(stack.read_values()[expert, first : first + count])
+def _read_expert_rows(stack: FileTensor, expert: int, first_row: int, count: int) -> NDArray[Any]:
+    return np.ascontiguousarray(stack.read_values()[expert, first_row : first_row + count])
 
 
 def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFiles:
-    """Replace matrices that fuse several matrices of the network by these, named after `prefix`; no values are read yet."""
+    """Split fused matrices, such as `qkv_proj`, into the matrices of the network; values are only read when used."""
     tensors, expected = dict(files.tensors), tensor_shapes(layers)
     for source, parts in fused_in_layer(layers.layers[0], FAMILIES[layers.family]).items():
         first = expected[f"layers.0.{next(iter(parts))}.weight"]
         for kind, shape in {"weight": (num_rows(parts), first[1]), "bias": (num_rows(parts),)}.items():
-            whole = tensors.pop(f"{prefix}{source}.{kind}", None)
-            if whole is None:
+            fused = tensors.pop(f"{prefix}{source}.{kind}", None)
+            if fused is None:
                 continue
-            if whole.shape != shape:
+            if fused.shape != shape:
                 raise CheckpointError(
-                    f"{files.path}: tensor {f'{prefix}{source}.{kind}'!r} has shape {list(whole.shape)}, expected {list(shape)} for "
+                    f"{files.path}: tensor {f'{prefix}{source}.{kind}'!r} has shape {list(fused.shape)}, expected {list(shape)} for "
                     f"{', '.join(parts)}, as the target's layers have them; is it another model's?"
                 )
             for part, rows in parts.items():
                 part_shape = expected.get(f"layers.0.{part}.{kind}", shape)
-                tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, partial(_read_part, whole, part, rows))
+                tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, fused.dtype, partial(_read_fused_part, fused, part, rows))
     return replace(files, tensors=tensors)
 
 
-def _read_part(whole: FileTensor, part: str, rows: Rows) -> NDArray[Any]:
-    array = whole.read_values()[rows]
+def _read_fused_part(fused: FileTensor, part: str, rows: Rows) -> NDArray[Any]:
+    array = fused.read_values()[rows]
     return np.ascontiguousarray(array.T if is_transposed(part) else array)
 
 
@@ -241,16 +239,16 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     def is_copy(own: Tensor, target: AnyTensor) -> bool:
         return isinstance(target, Tensor) and own.weight_type is target.weight_type and np.array_equal(own.array, target.array)
 
-    differ = {name: tensor for name, tensor in own.items() if not is_copy(tensor, shared[name])}
-    if not differ:
+    own_matrices = {name: tensor for name, tensor in own.items() if not is_copy(tensor, shared[name])}
+    if not own_matrices:
         return module
-    has_head = "lm_head.weight" in differ
+    has_own_lm_head = "lm_head.weight" in own_matrices
     return replace(
         module,
-        config=replace(module.config, has_own_embedding="embedding.weight" in differ, has_own_lm_head=has_head),
-        weights=Weights({**module.weights, "lm_head.weight": differ["lm_head.weight"]}) if has_head else module.weights,
-        embedding=differ.get("embedding.weight", module.embedding),
-        soft_cap=None if has_head else module.soft_cap,
+        config=replace(module.config, has_own_embedding="embedding.weight" in own_matrices, has_own_lm_head=has_own_lm_head),
+        weights=Weights({**module.weights, "lm_head.weight": own_matrices["lm_head.weight"]}) if has_own_lm_head else module.weights,
+        embedding=own_matrices.get("embedding.weight", module.embedding),
+        soft_cap=None if has_own_lm_head else module.soft_cap,
     )
 
 
@@ -260,8 +258,8 @@ def restrict_draft_vocab(
     """Return the module with a draft vocabulary, so that it uses only the lm_head rows of these ids.
 
     Args:
-        vocab: ids to draft. The lm_head rows of a range of ids need no copy; those of other ids are copied.
-        quantization: how the rows are quantised; None, or larger than stored: they stay as stored.
+        vocab: ids to draft. If they are no range, their lm_head rows are copied.
+        quantization: how to quantise the rows. They stay as stored if it is None or would make them larger.
     """
     rows = take_rows(module.weights["lm_head.weight"], slice(vocab.stop) if isinstance(vocab, range) else vocab)
     stored = Weights({**module.weights, "lm_head.weight": rows})
@@ -286,7 +284,7 @@ def open_gguf_module(path: Path) -> HeadFiles | None:
 
 
 def _layer_config(files: HeadFiles, target: ModelConfig) -> ModelConfig:
-    """Return the config that describes the module's decoder layer: that of a speculators file if there is one, else the target's."""
+    """Return the config of the module's decoder layer: from a speculators config if it has one, else the target's."""
     values = files.config.get("transformer_layer_config")
     if not files.is_speculators or not isinstance(values, Mapping):
         return target
@@ -305,7 +303,7 @@ def _single_layer_config(config: ModelConfig, *, has_norm_offset: bool) -> Model
 def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num_layers: int) -> int:
     """Check that the files contain no unknown tensors; return the number of modules after the first."""
     pattern = re.compile(re.escape(layout.modules_prefix) + "([0-9]{1,6})[.]")
-    module_number = {name: int(found[1]) for name in files.tensors if (found := pattern.match(name))}
+    module_number = {name: int(match[1]) for name in files.tensors if (match := pattern.match(name))}
     first = num_layers if layout.modules_prefix == "layers." else 0
     later = {name for name, number in module_number.items() if number > first}
     modules = ("mtp.", "mtp_layers.", layout.layer_prefix)
@@ -345,15 +343,14 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
 
 
 def open_mtp_head(module: MtpModule, **placement: Unpack[HeadPlacement]) -> RecurrentHead:
-    """Load the network of an MTP module."""
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
     if module.config.has_own_lm_head or module.has_lm_head_copy:
         placement["lm_head_of"] = None
     runtime = load_head(network, module.config.layers, module.weights, **placement)
     vocab = module.draft_vocab
-    first, chosen = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
+    range_size, target_ids = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
     return RecurrentHead(
-        module.config, runtime, runtime, module.embedding, target_ids=chosen, draft_vocab_size=first, notices=module.notices
+        module.config, runtime, runtime, module.embedding, target_ids=target_ids, draft_vocab_size=range_size, notices=module.notices
     )
 
 
@@ -365,9 +362,9 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
         IncompatibleDrafterError: the files contain no MTP module.
         ConfigError: the draft vocabulary is larger than the target's, or its corpus cannot be read.
     """
-    sizes, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
-    vocab = select_draft_vocab(options, target.tokenizer, sizes.vocab_size)
-    module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=num_threads)
+    target_config, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
+    vocab = select_draft_vocab(options, target.tokenizer, target_config.vocab_size)
+    module = load_mtp(files, target_config, open_weights(target.directory, target_config), num_threads=num_threads)
     has_target_lm_head = not module.config.has_own_lm_head
     module = replace(module, weights=target.quantize(module.weights, files.files, has_target_lm_head=has_target_lm_head))
     if options.normed_recurrence is not None:

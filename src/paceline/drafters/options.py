@@ -16,7 +16,7 @@ _KERNEL_OUTPUT_GROUP = 16  # number of matrix rows that the kernels multiply tog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """The user's `--drafter-options`: one attribute for each option; None = not given."""
+    """The user's `--drafter-options`; None = the user did not set the option."""
 
     tree: str | None = None  # Medusa: how trees are chosen, see `MedusaDrafter`
     boundaries: tuple[int, ...] | None = None  # EAGLE-3: layer boundaries that the head reads; boundary b is the input of layer b
@@ -29,14 +29,14 @@ class HeadOptions:
     draft_vocab_corpus: Path | None = None  # MTP: text file whose most frequent ids are drafted
 
     @classmethod
-    def parse(cls, given: Mapping[str, object]) -> "HeadOptions":
-        """Parse options given by name; values are objects, or strings of the command line.
+    def parse(cls, options: Mapping[str, object]) -> "HeadOptions":
+        """Parse options by name. Values are Python objects, or strings from the command line.
 
         Raises:
             ConfigError: an option does not exist or has an invalid value.
         """
         values: dict[str, object] = {}
-        for name, value in given.items():
+        for name, value in options.items():
             if name not in OPTIONS:
                 known = ", ".join(f"{known} ({_head_kind_names(option)})" for known, option in OPTIONS.items())
                 raise ConfigError(f"drafter_options: {name!r} is unknown; there are {known}")
@@ -62,10 +62,10 @@ class HeadOptions:
         return min(-(-self.draft_vocab_size // _KERNEL_OUTPUT_GROUP) * _KERNEL_OUTPUT_GROUP, vocab_size)
 
     def check_all_used_by(self, drafters: Iterable[str]) -> None:
-        """Check that each given option applies to one of the drafters in use, given by name.
+        """Check that each option that the user set applies to one of the drafters in use, given by name.
 
         Raises:
-            ConfigError: an option applies to none of them.
+            ConfigError: an option applies to none of the drafters.
         """
         names = list(drafters)
         for name, option in OPTIONS.items():
@@ -78,16 +78,14 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOption:
-    """An option of `--drafter-options`."""
-
     head_kinds: Sequence[HeadKind]  # kinds of heads that the option applies to
     expected: str  # description of the allowed values, for error messages
-    parse: Callable[[object], object]  # converts the given value; raises ValueError or TypeError if it is invalid
+    parse: Callable[[object], object]  # converts the user's value; raises ValueError or TypeError if it is invalid
 
 
 def _head_kind_names(option: HeadOption) -> str:
-    *others, last = (kind.value for kind in option.head_kinds)
-    return f"{', '.join(others)} and {last}" if others else last
+    *other_names, last_name = (kind.value for kind in option.head_kinds)
+    return f"{', '.join(other_names)} and {last_name}" if other_names else last_name
 
 
 def _parse_tree(value: object) -> str:
@@ -97,10 +95,10 @@ def _parse_tree(value: object) -> str:
 
 
 def _parse_layer_ids(value: object) -> tuple[int, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, Sequence) or not parts or any(isinstance(part, bool | float) for part in parts):
+    values = value.split(",") if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not values or any(isinstance(layer, bool | float) for layer in values):
         raise ValueError(value)
-    return tuple(int(part) for part in parts)
+    return tuple(int(layer) for layer in values)
 
 
 def _parse_bool(value: object) -> bool:
@@ -118,11 +116,11 @@ def _parse_rope_theta(value: object) -> float:
     return base
 
 
-def _parse_integer(value: object, least: int = 0) -> int:
-    token_id = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
-    if token_id < least:
+def _parse_integer(value: object, minimum: int = 0) -> int:
+    number = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
+    if number < minimum:
         raise ValueError(value)
-    return token_id
+    return number
 
 
 def _parse_path(value: object) -> Path:
@@ -131,17 +129,17 @@ def _parse_path(value: object) -> Path:
     return Path(value).expanduser()
 
 
-_EAGLE3 = (HeadKind.EAGLE3, HeadKind.PEAGLE)
-_VOCAB_SIZES = f"a number of ids from {MIN_DRAFT_VOCAB_SIZE} to the size of the target's vocabulary, or leave it out to draft all ids"
+_EAGLE3_KINDS = (HeadKind.EAGLE3, HeadKind.PEAGLE)
+_VOCAB_RANGE = f"a number of ids from {MIN_DRAFT_VOCAB_SIZE} to the size of the target's vocabulary, or leave it out to draft all ids"
 OPTIONS: Mapping[str, HeadOption] = {
     "tree": HeadOption((HeadKind.MEDUSA,), f"one of {', '.join(MEDUSA_TREES)}", _parse_tree),
-    "boundaries": HeadOption(_EAGLE3, "the target's layer boundaries in ascending order, such as 2,16,29", _parse_layer_ids),
-    "norm_before_residual": HeadOption(_EAGLE3, "true or false", _parse_bool),
-    "final_norm": HeadOption(_EAGLE3, "true or false", _parse_bool),
+    "boundaries": HeadOption(_EAGLE3_KINDS, "the target's layer boundaries in ascending order, such as 2,16,29", _parse_layer_ids),
+    "norm_before_residual": HeadOption(_EAGLE3_KINDS, "true or false", _parse_bool),
+    "final_norm": HeadOption(_EAGLE3_KINDS, "true or false", _parse_bool),
     "normed_recurrence": HeadOption((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _parse_bool),
-    "rope_theta": HeadOption((HeadKind.EAGLE, *_EAGLE3), "the base of the rotary embedding, such as 10000", _parse_rope_theta),
+    "rope_theta": HeadOption((HeadKind.EAGLE, *_EAGLE3_KINDS), "the base of the rotary embedding, such as 10000", _parse_rope_theta),
     "mask_token_id": HeadOption((HeadKind.PEAGLE,), "a token id", _parse_integer),
-    "draft_vocab_size": HeadOption((HeadKind.MTP,), _VOCAB_SIZES, lambda value: _parse_integer(value, MIN_DRAFT_VOCAB_SIZE)),
+    "draft_vocab_size": HeadOption((HeadKind.MTP,), _VOCAB_RANGE, lambda value: _parse_integer(value, MIN_DRAFT_VOCAB_SIZE)),
     "draft_vocab_corpus": HeadOption((HeadKind.MTP,), "a text file", _parse_path),
 }
 """All options by name: the fields of `HeadOptions`."""

@@ -1,7 +1,7 @@
 """Drafters that are part of the package, each for one published model.
 
 A folder of `assets/drafters` holds `eagle3.gguf`, a model card and `target.json`: the sizes of the target, and a hash of its final norm.
-That tensor is not quantised in GGUF files, so a target is recognised in all its types. A fine-tuned one usually is not.
+That tensor is not quantised in GGUF files, so a target is recognised in any quantization. A fine-tuned target usually has another norm.
 """
 
 import hashlib
@@ -29,30 +29,30 @@ def find_packaged_drafter(target: Path, directory: Path | None = None) -> Path |
 
     Args:
         target: directory or GGUF file.
-        directory: of the drafters; None = those of the package.
+        directory: directory of the drafters; None = that of the package.
     """
     try:
         config = read_model_config(target)
         for path in sorted((directory or packaged_drafters()).glob(f"*/{TARGET_FILE}")):
-            wanted = read_json(path) or {}
-            if _sizes(config) == wanted.get("sizes") and final_norm_hash(target, config) == wanted.get("final_norm_sha256"):
+            expected = read_json(path) or {}
+            if _model_sizes(config) == expected.get("sizes") and final_norm_hash(target, config) == expected.get("final_norm_sha256"):
                 return path.with_name(DRAFTER_FILE)
     except PacelineError:
-        return None  # the error is raised when the target is loaded
+        return None  # loading the target raises the error later
     return None
 
 
 def describe_target(target: Path) -> dict[str, object]:
     """Return the contents of `target.json` for a target."""
     config = read_model_config(target)
-    return {"sizes": _sizes(config), "final_norm_sha256": final_norm_hash(target, config)}
+    return {"sizes": _model_sizes(config), "final_norm_sha256": final_norm_hash(target, config)}
 
 
 def final_norm_hash(target: Path, config: ModelConfig) -> str:
-    """Return the SHA-256 of the weight of the last norm, as float32."""
+    """Return the SHA-256 of the final norm's weight, converted to float32."""
     values = as_float32(open_weights(target, config, num_threads=1)["final_norm.weight"])
     return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()
 
 
-def _sizes(config: ModelConfig) -> dict[str, int]:
+def _model_sizes(config: ModelConfig) -> dict[str, int]:
     return {"hidden_size": config.hidden_size, "num_layers": config.num_layers, "vocab_size": config.vocab_size}

@@ -28,15 +28,13 @@ from paceline.tokenizer.vocabulary import VocabularyComparison, compare_vocabula
 
 PROJECTION_FILE = "warp_model.bin"
 """File next to the language model with `target_proj`, the projection of features."""
-_FAMILIES = ("llama", "qwen2", "qwen3")
-_DEFAULT_SCALE = 0.02
+_SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")
+_DEFAULT_FEATURE_SCALE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pard2Config(RecurrentHeadConfig):
-    """Configuration of a PARD-2 draft model."""
-
-    chunk_order: tuple[int, ...]  # the chunks of a feature, by index, in the order in which the projection reads them
+    chunk_order: tuple[int, ...]  # indices of a feature's chunks, in the order in which the projection reads them
     scale: float  # factor of the projected feature
     has_projection_bias: bool  # the projection has a bias
     mask_token_id: int  # input token of the positions whose token is not known yet
@@ -50,19 +48,19 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
         IncompatibleDrafterError: the model was made for another target, or is of a family that is not supported.
     """
     fields, layers = JsonFields(files.config, files.config_path), read_model_config(files.config_path.parent)
-    if layers.family not in _FAMILIES:
+    if layers.family not in _SUPPORTED_FAMILIES:
         raise IncompatibleDrafterError(
-            f"{fields.path}: model_type is {layers.family!r}; PARD-2 draft models of {', '.join(_FAMILIES)} can be used"
+            f"{fields.path}: model_type is {layers.family!r}; PARD-2 draft models of {', '.join(_SUPPORTED_FAMILIES)} can be used"
         )
-    check_target_sizes(files, target, hidden_size=target.hidden_size, vocab_rows=layers.vocab_size)
-    order = _read_boundaries(fields, target.num_layers)
-    boundaries = tuple(sorted({boundary for boundary in order if boundary < target.num_layers}))
+    check_target_sizes(files, target, hidden_size=target.hidden_size, num_vocab_rows=layers.vocab_size)
+    listed_boundaries = _read_layer_boundaries(fields, target.num_layers)
+    boundaries = tuple(sorted({boundary for boundary in listed_boundaries if boundary < target.num_layers}))
     chunks = (*boundaries, target.num_layers)
-    dim_field = _first_of(fields, "pard2_target_dim", "pard_target_dim")
-    target_dim, dim = fields.integer(dim_field, len(order) * target.hidden_size), len(order) * target.hidden_size
+    dim_field = _first_present_field(fields, "pard2_target_dim", "pard_target_dim")
+    target_dim, dim = fields.integer(dim_field, len(listed_boundaries) * target.hidden_size), len(listed_boundaries) * target.hidden_size
     if target_dim != dim:
         raise IncompatibleDrafterError(
-            f"{fields.path}: {dim_field} is {target_dim}; {len(order)} hidden states of the target have {dim} values: "
+            f"{fields.path}: {dim_field} is {target_dim}; {len(listed_boundaries)} hidden states of the target have {dim} values: "
             "the draft model was made for another target"
         )
     return Pard2Config(
@@ -70,37 +68,37 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
         layers=layers,
         target_hidden_size=target.hidden_size,
         layer_boundaries=boundaries,
-        appends_final_state=target.num_layers in order,
+        appends_final_state=target.num_layers in listed_boundaries,
         first_slot=0,
         has_own_lm_head=True,
-        chunk_order=tuple(chunks.index(boundary) for boundary in order),
-        scale=fields.number(_first_of(fields, "pard2_scale", "pard_scale", "feat_scale"), _DEFAULT_SCALE),
-        has_projection_bias=fields.flag(_first_of(fields, "pard2_proj_bias", "proj_bias"), default=False),
+        chunk_order=tuple(chunks.index(boundary) for boundary in listed_boundaries),
+        scale=fields.number(_first_present_field(fields, "pard2_scale", "pard_scale", "feat_scale"), _DEFAULT_FEATURE_SCALE),
+        has_projection_bias=fields.flag(_first_present_field(fields, "pard2_proj_bias", "proj_bias"), default=False),
         mask_token_id=fields.integer("pard_token", minimum=0, maximum=layers.vocab_size - 1),
     )
 
 
-def _first_of(fields: JsonFields, *names: str) -> str:
-    """Return the first of several names of a field that the config has; the first name if it has none."""
+def _first_present_field(fields: JsonFields, *names: str) -> str:
+    """Return the first of these names of a field that the config contains; the first name if it contains none."""
     return next((name for name in names if name in fields.values), names[0])
 
 
-def _read_boundaries(fields: JsonFields, num_layers: int) -> list[int]:
-    """Return the layer boundaries that the projection reads, in its order. Negative numbers count from the end.
+def _read_layer_boundaries(fields: JsonFields, num_layers: int) -> list[int]:
+    """Return the layer boundaries that the projection reads, in that order. In the config, negative numbers count from the end.
 
     The last boundary, `num_layers`, means the final hidden state, after the norm, as in the `hidden_states` of transformers.
     """
     listed = fields.values.get("pard2_target_layers")
-    if not isinstance(listed, list) or not listed or not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+    if not isinstance(listed, list) or not listed or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in listed):
         raise CheckpointError(
             f"{fields.path}: pard2_target_layers = {shortened(listed)}, expected a list of layers of the target; download it again"
         )
-    if not all(-num_layers - 1 <= one <= num_layers for one in listed):
+    if not all(-num_layers - 1 <= layer <= num_layers for layer in listed):
         raise IncompatibleDrafterError(
             f"{fields.path}: pard2_target_layers = {shortened(listed)}, and the target has {num_layers} layers: "
             "the draft model was made for another target"
         )
-    return [one + num_layers + 1 if one < 0 else one for one in listed]
+    return [layer + num_layers + 1 if layer < 0 else layer for layer in listed]
 
 
 def open_pard2_weights(files: HeadFiles, config: Pard2Config) -> Weights:
@@ -130,15 +128,15 @@ def open_pard2_weights(files: HeadFiles, config: Pard2Config) -> Weights:
     return Weights({**weights, **{name: projection.weight(name) for name in shapes}})
 
 
-def check_tokenizer(path: Path, found: VocabularyComparison) -> None:
+def check_tokenizer(path: Path, comparison: VocabularyComparison) -> None:
     """Check that a draft model has the target's token ids: its input combines tokens with the target's hidden states of the same positions.
 
     Raises:
-        IncompatibleDrafterError: an id has another meaning.
+        IncompatibleDrafterError: the tokenizers differ.
     """
-    if not found.is_compatible:
+    if not comparison.is_compatible:
         raise IncompatibleDrafterError(
-            f"the PARD-2 draft model {path} has another tokenizer than the target: {found.describe_match()}; use one made for it"
+            f"the PARD-2 draft model {path} has another tokenizer than the target: {comparison.describe_match()}; use one made for it"
         )
 
 
@@ -167,7 +165,7 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
         IncompatibleDrafterError: the draft model was made for another target.
     """
     directory, config = files.config_path.parent, read_pard2_config(files, target.runtime.config)
-    if any(directory.glob("tokenizer*")):  # AMD's training code saves none: the tokenizer is the target's
+    if any(directory.glob("tokenizer*")):  # AMD's training code saves no tokenizer: it is the target's
         check_tokenizer(files.path, compare_vocabularies(target.tokenizer, Tokenizer.open(directory)))
     config = replace(config, layers=config.layers.for_context(target.max_model_len))
     stored = open_pard2_weights(files, config)

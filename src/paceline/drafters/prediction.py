@@ -19,13 +19,13 @@ MATCH_LENGTHS = (8, 4, 2)
 """To realign, the last 8, 4 or 2 output tokens are searched in the prediction; the longest match is used."""
 NUM_NEARBY_POSITIONS = 16  # number of predicted tokens after a mismatch in which the last output token is searched
 MAX_SUBSTITUTED_TOKENS = 2  # maximum number of output tokens that are assumed to replace one predicted token each
-NUM_PRIOR_MATCHES = 2  # matching tokens that a new prediction is assumed to have had, for its confidence
+NUM_PRIOR_MATCHES = 2  # matching tokens assumed before the output begins, to estimate acceptance
 _PRIOR_TRIALS = 4.0  # weight of the accuracy 0.5 that is assumed for a new strategy, as a number of trials
 
 
 @dataclass(slots=True)
 class _RealignmentStrategy:
-    """Counts how often a strategy to realign found the right position, so that the next output token was as predicted there."""
+    """Counts how often a strategy to realign found the right position, so that the next output token was the one predicted there."""
 
     num_trials: int = 0
     num_correct: int = 0
@@ -46,12 +46,12 @@ class PredictedText:
 
     Attributes:
         num_observed: number of output tokens passed to `observe_tokens` so far.
-        num_matched: number of last output tokens that were as predicted.
+        num_matched: number of consecutive output tokens, up to the last one, that equalled the prediction.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._ends: list[dict[tuple[int, ...], list[int]]] = []  # n-gram indices of the prediction by match length, shortest first
+        self._ngram_ends: list[dict[tuple[int, ...], list[int]]] = []  # n-gram indices of the prediction by match length, shortest first
         self.num_observed = 0
         self._last_tokens: list[int] = []  # the last 8 output tokens
         self._matched_end = 0  # position in the prediction after the last token that the output matched
@@ -60,23 +60,23 @@ class PredictedText:
         self._position: int | None = 0  # position in the prediction at which the output continues; None = unknown
         self._suffix, self._nearby, self._substitution = _RealignmentStrategy(), _RealignmentStrategy(), _RealignmentStrategy()
         self._nearby_start, self._nearby_positions = -1, dict[int, int]()  # token -> position after its next occurrence
-        self._found: list[tuple[_RealignmentStrategy, int]] = []  # the position that each strategy found after the last mismatch
+        self._candidates: list[tuple[_RealignmentStrategy, int]] = []  # the position that each strategy found after the last mismatch
 
     def observe_tokens(self, token_ids: Sequence[int]) -> None:
         """Compare the next output tokens with the prediction, and realign if they differ."""
         for token in token_ids:
             self._last_tokens = [*self._last_tokens[1 - MATCH_LENGTHS[0] :], token]
-            for strategy, position in self._found:
+            for strategy, position in self._candidates:
                 strategy.num_trials += 1
                 strategy.num_correct += self._has_token_at(position, token)
             if self._position is not None and self._has_token_at(self._position, token):
                 self._position = self._matched_end = self._position + 1
-                self._num_unmatched, self.num_matched, self._found = 0, self.num_matched + 1, []
+                self._num_unmatched, self.num_matched, self._candidates = 0, self.num_matched + 1, []
             else:
                 self.num_matched = 0
                 self._num_unmatched += 1
-                self._found = self._realign(token)
-                self._position = max(self._found, key=lambda one: one[0].accuracy)[1] if self._found else None
+                self._candidates = self._realign(token)
+                self._position = max(self._candidates, key=lambda candidate: candidate[0].accuracy)[1] if self._candidates else None
         self.num_observed += len(token_ids)
 
     @property
@@ -91,8 +91,8 @@ class PredictedText:
     def confidence(self, count: int) -> list[float]:
         """Estimate the acceptance probability of each of the next `count` predicted tokens."""
         probs = match_confidence(NUM_PRIOR_MATCHES + self.num_matched, count)
-        if self._found and probs:
-            probs[0] = max(strategy.accuracy for strategy, _ in self._found)
+        if self._candidates and probs:
+            probs[0] = max(strategy.accuracy for strategy, _ in self._candidates)
         return probs
 
     def _has_token_at(self, position: int, token: int) -> bool:
@@ -100,27 +100,28 @@ class PredictedText:
 
     def _realign(self, token: int) -> list[tuple[_RealignmentStrategy, int]]:
         """Return the positions in the prediction at which the output may continue, by strategy. `token` is the last output token."""
-        found = []
+        candidates = []
         position = self._position_after_longest_suffix()
         if position is not None:
-            found.append((self._suffix, position))
+            candidates.append((self._suffix, position))
         if self._nearby_start != self._matched_end:
-            ahead = list(enumerate(self._token_ids[self._matched_end : self._matched_end + NUM_NEARBY_POSITIONS], self._matched_end + 1))
-            self._nearby_start, self._nearby_positions = self._matched_end, {one: position for position, one in reversed(ahead)}
+            nearby = list(enumerate(self._token_ids[self._matched_end : self._matched_end + NUM_NEARBY_POSITIONS], self._matched_end + 1))
+            self._nearby_start = self._matched_end
+            self._nearby_positions = {predicted: position for position, predicted in reversed(nearby)}
         nearby_position = self._nearby_positions.get(token)
         if nearby_position is not None:
-            found.append((self._nearby, nearby_position))
+            candidates.append((self._nearby, nearby_position))
         if self._num_unmatched <= MAX_SUBSTITUTED_TOKENS:
-            found.append((self._substitution, self._matched_end + self._num_unmatched))
-        return found
+            candidates.append((self._substitution, self._matched_end + self._num_unmatched))
+        return candidates
 
     def _position_after_longest_suffix(self) -> int | None:
-        """Search the longest suffix of the output in the prediction; return the position after it, the next one after the last match."""
+        """Return the position in the prediction after the output's longest suffix; of several, the first after the last match."""
         best = None
         for index, length in enumerate(reversed(MATCH_LENGTHS)):
-            if index == len(self._ends):
-                self._ends.append(_index_ngrams(self._token_ids, length))
-            ends = self._ends[index].get(tuple(self._last_tokens[-length:])) if len(self._last_tokens) >= length else None
+            if index == len(self._ngram_ends):
+                self._ngram_ends.append(_index_ngrams(self._token_ids, length))
+            ends = self._ngram_ends[index].get(tuple(self._last_tokens[-length:])) if len(self._last_tokens) >= length else None
             if not ends:  # if a suffix does not occur, longer suffixes do not occur either
                 break
             first = bisect_left(ends, self._matched_end)

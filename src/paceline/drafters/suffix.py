@@ -18,11 +18,11 @@ from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import grow_tree
 
-MAX_MATCH = 16
-MAX_NEXT_TOKENS = 32  # different next tokens of a match that are compared: with more, each of them is improbable
+MAX_MATCH_TOKENS = 16
+MAX_NEXT_TOKENS = 32  # a match with more different next tokens predicts none of them well, so only these are compared
 MAX_SIBLINGS = 4
-MAX_READ_TOKENS = 65_536  # tokens of a long prompt read in one step, which takes about 0.1 s: other requests wait for it
-SEPARATOR = -1  # stands between two outputs in a `SuffixStore`, in place of a token id
+MAX_INDEXED_TOKENS_PER_STEP = 65_536  # indexing so many tokens of a long prompt takes about 0.1 s, in which other requests wait
+OUTPUT_SEPARATOR = -1  # follows each output in a `SuffixStore`; no token has this id
 
 Match = tuple[int, int]
 """A substring of the text: a state of the automaton, and the length of the substring. A state contains substrings of several lengths."""
@@ -38,16 +38,16 @@ class SuffixAutomaton:
     of substrings. They are exact for up to `max_match` + 1 tokens; with this limit, appending a token takes O(max_match) time.
     """
 
-    __slots__ = ("_count", "_counted", "_counted_length", "_last", "_last_end", "_length", "_link", "_next", "max_match", "size")
+    __slots__ = ("_count", "_counted_len", "_counted_state", "_last", "_last_end", "_length", "_link", "_next", "max_match", "size")
 
-    def __init__(self, max_match: int = MAX_MATCH) -> None:
+    def __init__(self, max_match: int = MAX_MATCH_TOKENS) -> None:
         self.max_match = max_match
         self.size = 0
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._count, self._last_end = [-1], [0], [0], [0]
         self._last = 0
-        self._counted: int = 0  # state of the text's last max_match + 1 tokens
-        self._counted_length: int = 0
+        self._counted_state: int = 0  # state of the text's last max_match + 1 tokens
+        self._counted_len: int = 0
 
     def append(self, token_id: int) -> None:
         """Append one token to the text."""
@@ -73,13 +73,13 @@ class SuffixAutomaton:
     def extend_match(self, match: Match, token_id: int) -> Match:
         """Return the longest suffix of a match plus one token that occurs in the text, of at most `max_match` tokens."""
         nexts, links, lengths = self._next, self._link, self._length
-        state, length = self.refresh(match)
+        state, length = self.refresh_match(match)
         while token_id not in nexts[state]:
             if state == 0:
                 return 0, 0
             state = links[state]
             length = lengths[state]
-        return self.refresh((nexts[state][token_id], min(length + 1, self.max_match)))
+        return self.refresh_match((nexts[state][token_id], min(length + 1, self.max_match)))
 
     @property
     def repeated_suffix(self) -> Match:
@@ -87,7 +87,7 @@ class SuffixAutomaton:
         state = self._link[self._last] if self.size else 0
         if self._length[state] <= self.max_match:
             return state, self._length[state]
-        return self.refresh((self._counted, self.max_match))
+        return self.refresh_match((self._counted_state, self.max_match))
 
     def next_tokens(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
         """Return the tokens that followed a match in the text. If none did, its suffixes are tried, down to `min_match` tokens.
@@ -109,16 +109,16 @@ class SuffixAutomaton:
             return []
         if len(following) == 1:
             ((token, next_state),) = following.items()
-            return [(token, 1.0, self._longer_match(next_state, length))] if token != SEPARATOR else []
+            return [(token, 1.0, self._match_extended_to(next_state, length))] if token != OUTPUT_SEPARATOR else []
         counts, ends = self._count, self._last_end
         total = counts[state] - (ends[state] == self.size)
-        seen = [
+        candidates = [
             (-counts[next_state], -ends[next_state], token, next_state)
             for token, next_state in islice(following.items(), MAX_NEXT_TOKENS)
-            if token != SEPARATOR
+            if token != OUTPUT_SEPARATOR
         ]
-        best = nsmallest(MAX_SIBLINGS, seen) if len(seen) > MAX_SIBLINGS else sorted(seen)
-        return [(token, -count / total, self._longer_match(next_state, length)) for count, _, token, next_state in best]
+        best = nsmallest(MAX_SIBLINGS, candidates) if len(candidates) > MAX_SIBLINGS else sorted(candidates)
+        return [(token, -count / total, self._match_extended_to(next_state, length)) for count, _, token, next_state in best]
 
     def unambiguous_tokens(self, match: Match, min_match: int, num_tokens: int) -> list[int]:
         """Return up to `num_tokens` tokens that followed a match. Stop where different tokens, or none, followed the text so far."""
@@ -134,21 +134,21 @@ class SuffixAutomaton:
             if length < min_match or len(following) != 1:
                 break
             ((token, state),) = following.items()
-            if token == SEPARATOR:
+            if token == OUTPUT_SEPARATOR:
                 break
             tokens.append(token)
             if length < max_match:
                 length += 1
             else:
-                state, length = self.refresh((state, length))
+                state, length = self.refresh_match((state, length))
         return tokens
 
-    def _longer_match(self, state: int, length: int) -> Match:
-        """Return the match whose last token led to `state`, after a match of `length` tokens."""
-        return (state, length + 1) if length < self.max_match else self.refresh((state, length))
+    def _match_extended_to(self, state: int, length: int) -> Match:
+        """Return a match of `length` tokens extended by the token that leads to `state`."""
+        return (state, length + 1) if length < self.max_match else self.refresh_match((state, length))
 
-    def refresh(self, match: Match) -> Match:
-        """Return the same substring with the state that contains it now. States may have been split, or the substring shortened."""
+    def refresh_match(self, match: Match) -> Match:
+        """Return the same substring with its current state: states may have been split, or the substring shortened."""
         state, length = match
         links, lengths = self._link, self._length
         while state and lengths[links[state]] >= length:
@@ -173,22 +173,22 @@ class SuffixAutomaton:
     def _count_end_positions(self, token_id: int) -> None:
         """Count one more occurrence of each substring of up to `max_match` + 1 tokens that ends with the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
-        state, length = self._counted, self._counted_length
-        while state and lengths[links[state]] >= length:  # the loop of `normalize`, inlined for speed
+        state, length = self._counted_state, self._counted_len
+        while state and lengths[links[state]] >= length:  # `refresh_match`, inlined for speed
             state = links[state]
         state = self._next[state][token_id]
         if length <= self.max_match:
             length += 1
         while lengths[links[state]] >= length:
             state = links[state]
-        self._counted, self._counted_length = state, length
+        self._counted_state, self._counted_len = state, length
         while state > 0:
             counts[state] += 1
             ends[state] = size
             state = links[state]
 
 
-MIN_MATCH = 2
+MIN_MATCH_TOKENS = 2
 MIN_PATH_PROB = 0.2  # tree nodes below this probability are not drafted: in measurements they were hardly ever accepted
 
 
@@ -207,7 +207,7 @@ class _StoreMatch:
             self.num_compared, self.match = first, (0, 0)
         for token in token_ids[self.num_compared :]:
             self.match = self.automaton.extend_match(self.match, token)
-        self.match = self.automaton.refresh(self.match)  # states are split when outputs are added to the store
+        self.match = self.automaton.refresh_match(self.match)  # states are split when outputs are added to the store
         self.num_compared = len(token_ids)
 
 
@@ -230,23 +230,23 @@ class SuffixStore:
         ConfigError: `max_tokens` or `max_namespaces` is below 1.
     """
 
-    def __init__(self, max_tokens: int = 65_536, max_namespaces: int = 16, max_match: int = MAX_MATCH) -> None:
+    def __init__(self, max_tokens: int = 65_536, max_namespaces: int = 16, max_match: int = MAX_MATCH_TOKENS) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_namespaces", max_namespaces)):
             if value < 1:
                 raise ConfigError(f"{name} of a suffix store is {value}: use a whole number from 1, or no store")
-        self._half, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
+        self._automaton_size, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
         # two automata for each namespace: no token can be removed from an automaton, so the older one is dropped as a whole
         self._automata: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
         """Add the output of a finished request; only its end if it is longer than half of `max_tokens`."""
-        kept = token_ids[-(self._half - 1) :] if self._half > 1 else []
+        stored_ids = token_ids[-(self._automaton_size - 1) :] if self._automaton_size > 1 else []
         automata = self._automata.setdefault(namespace, [])
         self._automata.move_to_end(namespace)
-        if not automata or automata[-1].size + len(kept) + 1 > self._half:
+        if not automata or automata[-1].size + len(stored_ids) + 1 > self._automaton_size:
             automata.append(SuffixAutomaton(self._max_match))
             del automata[:-2]
-        for token in (*kept, SEPARATOR):
+        for token in (*stored_ids, OUTPUT_SEPARATOR):
             automata[-1].append(token)
         while len(self._automata) > self._max_namespaces:
             self._automata.popitem(last=False)
@@ -278,7 +278,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH, store: SuffixStore | None = None) -> None:
+    def __init__(self, min_match: int = MIN_MATCH_TOKENS, max_match: int = MAX_MATCH_TOKENS, store: SuffixStore | None = None) -> None:
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"min_match is {min_match} and max_match {max_match}: use 1 <= min_match <= max_match")
         self._min_match, self._max_match, self._store = min_match, max_match, store
@@ -301,7 +301,7 @@ class SuffixDrafter(Drafter):
         return text.automaton.repeated_suffix[1] >= self._min_match
 
     def release(self, request: Request) -> None:
-        is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither aborted nor failed
+        is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # not aborted or failed
         if self._store is not None and request.namespace is not None and is_complete:
             self._store.add(request.namespace, request.output_token_ids)
 
@@ -310,14 +310,14 @@ class SuffixDrafter(Drafter):
         if text is None:
             text = self._texts[request] = _RequestText(SuffixAutomaton(self._max_match))
         automaton = text.automaton
-        for token in request.token_ids[automaton.size : automaton.size + MAX_READ_TOKENS]:
+        for token in request.token_ids[automaton.size : automaton.size + MAX_INDEXED_TOKENS_PER_STEP]:
             automaton.append(token)
         if automaton.size < len(request.token_ids):
             return None
         match = automaton.repeated_suffix
-        for stored in self._matches_in_store(text, request):
-            if stored.match[1] > match[1]:
-                automaton, match = stored.automaton, stored.match
+        for store_match in self._matches_in_store(text, request):
+            if store_match.match[1] > match[1]:
+                automaton, match = store_match.automaton, store_match.match
         if match[1] < self._min_match:
             return None
         return self._build_tree(automaton, match, request.token_ids[-1], budget)
@@ -325,8 +325,8 @@ class SuffixDrafter(Drafter):
     def _matches_in_store(self, text: _RequestText, request: Request) -> list[_StoreMatch]:
         if self._store is None or request.namespace is None:
             return []
-        old = {id(stored.automaton): stored for stored in text.store_matches}
-        text.store_matches = [old.get(id(automaton)) or _StoreMatch(automaton) for automaton in self._store.automata(request.namespace)]
+        matches = {id(stored.automaton): stored for stored in text.store_matches}
+        text.store_matches = [matches.get(id(automaton)) or _StoreMatch(automaton) for automaton in self._store.automata(request.namespace)]
         for stored in text.store_matches:
             stored.update(request.token_ids)
         return text.store_matches

@@ -49,12 +49,11 @@ class LoadedTarget:
 
     @property
     def lm_head_copy_quant(self) -> QuantOptions | None:
-        """How lm_head rows are quantised that an MTP module copies from the target for its draft vocabulary; None = they stay as stored."""
+        """How to quantise the target's lm_head rows that an MTP module copies for its draft vocabulary; None = they stay as stored."""
         return lm_head_copy_options(self.draft_quant, quant_options("quantization", self.engine.quantization))
 
     @property
     def head_options(self) -> HeadOptions:
-        """The user's options for heads."""
         return HeadOptions.parse(self.speculation.drafter_options)
 
     @property
@@ -64,7 +63,7 @@ class LoadedTarget:
 
     @property
     def placement(self) -> HeadPlacement:
-        """Where heads run: as the target, with its lm_head if they have none."""
+        """Threads, device and context length of heads, as the target's, and the network whose lm_head they use if they have none."""
         return HeadPlacement(
             num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_of=self.runtime
         )

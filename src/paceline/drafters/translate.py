@@ -23,20 +23,20 @@ from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
 
 NUM_RETOKENIZED_TOKENS = 10
-"""When text is appended, so many last tokens are tokenized again, because they may change."""
+"""How many of the last tokens are tokenized again when text is appended, because they may change."""
 
 
 class ByteTokenizer:
     """Tokenizes bytes, and returns for each token how many bytes of the text it covers.
 
     Attributes:
-        pieces, bytes_of: by token id, the token as written in the vocabulary file, and its bytes.
+        pieces, token_bytes: for each token id the token as written in the vocabulary file, and its bytes.
         bos_ids: special tokens that the tokenizer puts before a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.pieces = pieces_of(tokenizer)
-        self.bytes_of = piece_bytes(self.pieces)
+        self.token_bytes = piece_bytes(self.pieces)
         self.special_token_ids = tokenizer.special_token_ids
         self._encode = tokenizer.encode
         self._speller = Speller(self.pieces)
@@ -46,8 +46,8 @@ class ByteTokenizer:
     def tokenize(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
         """Return the token ids of `text`, each with the number of bytes that it covers.
 
-        They are the tokenizer's result if its bytes are `text`. Otherwise, as for invalid UTF-8, `text` is divided from the left into the
-        longest tokens. Bytes that no token has are counted to the token before them.
+        The tokenizer's ids are used if their bytes are `text`. Otherwise, as for invalid UTF-8, `text` is divided from the left into the
+        longest tokens. Bytes that no token has are added to the size of the token before them.
 
         Args:
             at_start: `text` is the beginning of a text, where some tokenizers add a space.
@@ -59,16 +59,16 @@ class ByteTokenizer:
         whole = self._speller.spell(text)
         for part, ids in [(text, whole)] if whole is not None else [(part, self._speller.spell(part)) for part in _characters(text)]:
             if ids is not None:
-                tokens.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
+                tokens.extend((token_id, len(self.token_bytes[token_id])) for token_id in ids)
             elif tokens:
                 tokens[-1] = (tokens[-1][0], tokens[-1][1] + len(part))
         return tokens
 
-    def retokenize_from(self, token_ids: Sequence[int], first: int) -> int:
+    def retokenization_start(self, token_ids: Sequence[int], first: int) -> int:
         """Return the index, at least `first`, from which to tokenize again when text is appended: near the end, at a space if possible."""
         index = max(first, len(token_ids) - NUM_RETOKENIZED_TOKENS)
         min_index = max(first, len(token_ids) - 4 * NUM_RETOKENIZED_TOKENS)
-        while index > min_index and not self.bytes_of[token_ids[index]].startswith(b" "):
+        while index > min_index and not self.token_bytes[token_ids[index]].startswith(b" "):
             index -= 1
         return index
 
@@ -85,13 +85,13 @@ class ByteTokenizer:
         ids = self._encode(string, add_special_tokens=False)
         if self._join_bytes(ids) != expected:
             return None
-        sizes = [len(self.bytes_of[token_id]) for token_id in ids]
+        sizes = [len(self.token_bytes[token_id]) for token_id in ids]
         if sizes:
             sizes[0] -= len(expected) - len(text)
         return list(zip(ids, sizes, strict=True))
 
     def _join_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self.bytes_of[token_id] for token_id in ids if token_id < len(self.bytes_of))
+        return b"".join(self.token_bytes[token_id] for token_id in ids if token_id < len(self.token_bytes))
 
 
 class SharedVocabularyMap:
@@ -114,11 +114,11 @@ class SharedVocabularyMap:
         draft_ids, target_ids = draft_ids[is_mutual], target_ids[is_mutual]
         self._shared_draft_ids, self._shared_target_ids = _consecutive_as_slice(draft_ids), _consecutive_as_slice(target_ids)
         self._to_draft[self._to_draft >= draft_vocab_size] = -1
-        self._spelled: dict[int, tuple[int, ...]] = {}
+        self._converted: dict[int, tuple[int, ...]] = {}
         self._contexts = RequestState[tuple[list[int], int]]()
 
     def draft_context(self, request: Request) -> Sequence[int]:
-        """Return the request's text as ids of the draft model. Ids returned before never change; later calls only append."""
+        """Return the request's text as ids of the draft model. Later calls only append ids."""
         ids, num_read = self._contexts.get(request) or (list(self._draft.bos_ids), _num_start_tokens(self._target, request))
         for token_id in request.token_ids[num_read:]:
             ids.extend(self._to_draft_ids(token_id))
@@ -139,10 +139,10 @@ class SharedVocabularyMap:
         mapped = int(self._to_draft[token_id]) if token_id < len(self._to_draft) else -1
         if mapped >= 0:
             return (mapped,)
-        if token_id not in self._spelled:
-            text = self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
-            self._spelled[token_id] = tuple(draft_id for draft_id, _ in self._draft.tokenize(text))
-        return self._spelled[token_id]
+        if token_id not in self._converted:
+            text = self._target.token_bytes[token_id] if token_id < len(self._target.token_bytes) else b""
+            self._converted[token_id] = tuple(draft_id for draft_id, _ in self._draft.tokenize(text))
+        return self._converted[token_id]
 
 
 class GreedyTextModel(Drafter):
@@ -208,16 +208,16 @@ class TextDrafter(Drafter):
             context = _RetokenizedContext(_num_start_tokens(self._target, request), list(bos_ids), [0] * len(bos_ids))
             self._contexts[request] = context
         for token_id in request.token_ids[context.num_converted :]:
-            context.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
+            context.text += self._target.token_bytes[token_id] if token_id < len(self._target.token_bytes) else b""
         context.num_converted = len(request.token_ids)
         if _complete_utf8_len(context.text) < len(context.text):
             return None
-        first = self._draft.retokenize_from(context.draft_ids, len(bos_ids))
+        first = self._draft.retokenization_start(context.draft_ids, len(bos_ids))
         offset = context.token_ends[first - 1] if first else 0
         tokens = self._draft.tokenize(bytes(context.text[offset:]), at_start=first == len(bos_ids))
         num_unchanged = first
-        for old, (new, _) in zip(context.draft_ids[first:], tokens, strict=False):
-            if old != new:
+        for old_id, (new_id, _) in zip(context.draft_ids[first:], tokens, strict=False):
+            if old_id != new_id:
                 break
             num_unchanged += 1
         del context.draft_ids[first:], context.token_ends[first:]
@@ -228,19 +228,19 @@ class TextDrafter(Drafter):
         return context.draft_ids, num_unchanged
 
     def _tokenize_for_target(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
-        """Return the text that the draft model generated as token ids of the target."""
+        """Convert the draft model's generated `draft_ids` to token ids of the target."""
         texts: list[bytes] = []
         for token_id in draft_ids:
-            if token_id in self._draft.special_token_ids or token_id >= len(self._draft.bytes_of):
+            if token_id in self._draft.special_token_ids or token_id >= len(self._draft.token_bytes):
                 break
-            texts.append(self._draft.bytes_of[token_id])
+            texts.append(self._draft.token_bytes[token_id])
         generated = b"".join(texts)
         generated = generated[: _complete_utf8_len(generated)]
         if not generated:
             return []
         first_token = _num_start_tokens(self._target, request)
-        first = self._target.retokenize_from(request.token_ids, first_token)
-        before = b"".join(self._target.bytes_of[token_id] for token_id in request.token_ids[first:])
+        first = self._target.retokenization_start(request.token_ids, first_token)
+        before = b"".join(self._target.token_bytes[token_id] for token_id in request.token_ids[first:])
         tokens: list[tuple[int, int]] = []
         end = -len(before)
         for token_id, size in self._target.tokenize(before + generated, at_start=first == first_token):
@@ -271,7 +271,7 @@ def _complete_utf8_len(text: bytes | bytearray) -> int:
     """Return the length of UTF-8 `text` without an incomplete character at its end."""
     decoder = getincrementaldecoder("utf-8")("ignore")
     decoder.decode(text[-4:])
-    return len(text) - len(decoder.getstate()[0])  # the state has the bytes that a next one may complete to a character
+    return len(text) - len(decoder.getstate()[0])  # the state contains the bytes of an incomplete character
 
 
 def _characters(text: bytes) -> list[bytes]:

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.block.checkpoint import open_block_checkpoint
-from paceline.drafters.block.config import BLOCK_KINDS, default_sample_from_anchor, describe_drafted_position, read_block_config
+from paceline.drafters.block.config import BLOCK_HEAD_KINDS, default_sample_from_anchor, describe_drafted_position, read_block_config
 from paceline.drafters.draft_model import read_mask_token, too_large_reason
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedding_rows, open_eagle_checkpoint
@@ -156,7 +156,7 @@ def check_head(
         facts, pair = _check_medusa(files, target, options)
     elif files.kind is HeadKind.GEMMA4_ASSISTANT:
         facts, pair = _check_assistant(files, target)
-    elif files.kind in BLOCK_KINDS:
+    elif files.kind in BLOCK_HEAD_KINDS:
         facts, pair = _check_block(files, target)
     elif files.kind is HeadKind.PARD2:
         facts, pair = _check_pard2(files, target)

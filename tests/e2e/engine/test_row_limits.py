@@ -8,7 +8,7 @@ import pytest
 from harness.engine_targets import record_rows
 from paceline import LLM, ConfigError, Grammar, SamplingParams
 from paceline.config import MAX_PASS_ROWS, EngineConfig
-from paceline.drafters.draft_model import CATCH_UP_ROWS
+from paceline.drafters.draft_model import PREFILL_CHUNK_TOKENS
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.stats import SkipReason
 
@@ -20,7 +20,7 @@ def test_draft_model_prefills_prompts_larger_than_one_pass(mini_dir: Path) -> No
     )
     llm.engine.speculator.policy = FixedDraftLength(2)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-    assert CATCH_UP_ROWS > 240
+    assert PREFILL_CHUNK_TOKENS > 240
     assert llm.stats().drafter_failures == 0
     assert llm.stats().num_preemptions == 0
     assert all(output.speculation.num_draft_tokens > 0 for output in outputs)

@@ -486,8 +486,9 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
         assert isinstance(drafter, BlockDrafter)
         passes, run_context = list[PendingContext](), drafter.head.run_context
         monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
-        hidden_states, append = list[Any](), drafter.context.append_hidden_states
-        monkeypatch.setattr(drafter.context, "append_hidden_states", lambda *args: hidden_states.extend(args[2].copy()) or append(*args))
+        hidden_states, cache = list[Any](), drafter.context_cache
+        append = cache.append_hidden_states
+        monkeypatch.setattr(cache, "append_hidden_states", lambda *args: hidden_states.extend(args[2].copy()) or append(*args))
         sampling = SamplingParams(max_tokens=num_plain + 20, ignore_eos=True)
         (output,) = llm.generate([[7, 9] * 40], sampling, speculation={"trees": True})
     counts = [one.rows.num_rows for one in passes]
@@ -556,14 +557,14 @@ def test_dropped_context_positions_are_unknown_to_later_requests(tmp_path: Path,
         (drafter,) = llm.engine.speculator.drafters
         assert isinstance(drafter, BlockDrafter)
         dropped: list[int] = []
-        context, drop = drafter.context, drafter.context.drop_oldest
+        context, drop = drafter.context_cache, drafter.context_cache.drop_oldest_pending
 
         def drop_and_look(request: Request, num_kept: int) -> None:
             context._hashes[:] = 7  # as if all slots held rows of other requests
             drop(request, num_kept)
             dropped.append(int((context._hashes == 0).sum()))
 
-        monkeypatch.setattr(context, "drop_oldest", drop_and_look)
+        monkeypatch.setattr(context, "drop_oldest_pending", drop_and_look)
         monkeypatch.setattr(llm.engine.speculator.policy, "skip_reason", lambda *_: SkipReason.UNPROFITABLE)
         llm.generate([[7, 9]], SamplingParams(max_tokens=MAX_DEFERRED_ROWS + 20, ignore_eos=True))
     assert dropped == [MAX_PENDING_ROWS + 1]

@@ -10,7 +10,7 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline import LLM, SamplingParams
-from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
+from paceline.drafters.draft_model import PREFILL_CHUNK_TOKENS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.runtimes.base import Network, Numerics
@@ -100,12 +100,12 @@ def test_draft_model_runs_one_pass_per_draft_depth(drafter: DraftModelDrafter) -
         append(request, [*drafts[: depth // 2], 11])
 
 
-@pytest.mark.parametrize("length", [CATCH_UP_ROWS, CATCH_UP_ROWS + 1, 600])
+@pytest.mark.parametrize("length", [PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS + 1, 600])
 def test_draft_model_prefills_a_long_prompt_in_chunks(drafter: DraftModelDrafter, twin: Network, length: int) -> None:
     request = make_request([5, 6, 7, 8, 9, 10] * 100)
     del request.token_ids[length:]
     assert ask(drafter, request) == ask(make_drafter(twin), request)
-    assert drafter.runtime.num_passes == (length - 1) // CATCH_UP_ROWS + 4
+    assert drafter.runtime.num_passes == (length - 1) // PREFILL_CHUNK_TOKENS + 4
 
 
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
@@ -178,7 +178,7 @@ def test_draft_batch_larger_than_a_pass_drafts_the_same_as_alone(
         requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
         alone = [ask(make_drafter(twin), request)[0] for request in requests]
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.runtimes.base.MAX_PASS_ROWS", CATCH_UP_ROWS if max(lengths) > 1 else 4)
+            patch.setattr("paceline.runtimes.base.MAX_PASS_ROWS", PREFILL_CHUNK_TOKENS if max(lengths) > 1 else 4)
             assert ask(drafter, *requests) == alone
         for request in requests:
             drafter.release(request)

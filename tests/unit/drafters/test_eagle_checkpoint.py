@@ -102,7 +102,7 @@ def test_eagle_draft_vocabulary_offsets_become_target_ids(tmp_path: Path) -> Non
         ({"d2t": torch.zeros(29, dtype=torch.int64)}, CheckpointError, r"d2t has \[29\] entries for 30 rows"),
         ({"d2t": -torch.arange(30)}, IncompatibleDrafterError, "do not ascend"),
         ({"d2t": torch.arange(30)}, CheckpointError, "d2t and t2d name different target ids"),
-        ({"d2t": torch.zeros(30)}, CheckpointError, "expected whole numbers"),
+        ({"d2t": torch.zeros(30)}, CheckpointError, "expected integers"),
     ],
 )
 def test_invalid_eagle_draft_vocabulary_table_is_refused(tables: Tensors, kind: type[Exception], message: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_eagle_context_length_is_read_from_the_config_or_2048(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "target", "message"),
     [
-        (EAGLE3, replace(TARGET, hidden_size=40), "fc.weight takes 96 values"),
+        (EAGLE3, replace(TARGET, hidden_size=40), "fc.weight has 96 columns"),
         (EAGLE3, replace(TARGET, vocab_size=9000), "token ids|d2t"),
         ({**EAGLE3, "target_hidden_size": 48}, TARGET, "made for another model"),
         ({**EAGLE3, "eagle_config": {"parallel_draft_step": 3}}, TARGET, "parallel_draft_step"),
@@ -284,7 +284,7 @@ def test_sliding_window_of_an_eagle_head_is_read_from_its_config(config: Mapping
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "gemma3_text"}},
             IncompatibleDrafterError,
-            "its layers are those of 'gemma3_text'; eagle3 heads with layers of llama, qwen3 can be used",
+            "its layers are 'gemma3_text'; eagle3 heads with layers of llama, qwen3 can be used",
         ),
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},

@@ -138,7 +138,7 @@ def test_safetensors_and_pytorch_heads_have_equal_values(tmp_path: Path, dtype: 
         assert files.integer_vector("flags").tolist() == [1, 0]
         with pytest.raises(CheckpointError, match="'ids' is of type I64, supported are F32, F16, BF16"):
             files.weight("ids")
-        with pytest.raises(CheckpointError, match="expected whole numbers"):
+        with pytest.raises(CheckpointError, match="expected integers"):
             files.integer_vector("w")
     assert np.array_equal(one.weight("w").array, other.weight("w").array)
 
@@ -240,12 +240,12 @@ def test_head_with_the_hidden_size_of_another_model_is_refused(tmp_path: Path) -
     files = HeadFiles.open(write(tmp_path, {"0.0.linear.weight": (8, 8)}, {}))
     rope = RopeConfig(theta=10000.0)
     target = make_config(vocab_size=32000, hidden_size=8, num_heads=1, num_kv_heads=1, head_size=8, max_positions=64, rope=rope)
-    check_target_sizes(files, target, hidden_size=8, vocab_rows=32064)
+    check_target_sizes(files, target, hidden_size=8, num_vocab_rows=32064)
     check_target_sizes(files, target, hidden_size=8)
     with pytest.raises(IncompatibleDrafterError, match="features of 16 values, the target's have 8"):
         check_target_sizes(files, target, hidden_size=16)
     with pytest.raises(IncompatibleDrafterError, match="has 128256 token ids, the target 32000"):
-        check_target_sizes(files, target, hidden_size=8, vocab_rows=128256)
+        check_target_sizes(files, target, hidden_size=8, num_vocab_rows=128256)
 
 
 def test_refused_pickle_error_does_not_suggest_unsafe_loading(tmp_path: Path) -> None:

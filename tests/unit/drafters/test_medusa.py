@@ -40,15 +40,15 @@ class Heads:
         self.table = table
         self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=(), num_lm_head_rows=table.shape[1])
         self.num_passes = 0
-        self.ranking: SummaryOptions | None = None
+        self.summary_options: SummaryOptions | None = None
 
-    def forward(self, features: NDArray[np.float32], num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
+    def forward(self, features: NDArray[np.float32], num_heads: int, sampling: RowSampling | None = None) -> MedusaOutputs:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
-        if self.ranking is None:
+        if self.summary_options is None:
             return MedusaOutputs(logits.__getitem__, [])
-        of_heads = [None] * num_heads if draws is None else draws
-        found = [summarize_logits(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
+        of_heads = [None] * num_heads if sampling is None else sampling
+        found = [summarize_logits(torch.from_numpy(rows), self.summary_options, draw) for rows, draw in zip(logits, of_heads, strict=True)]
         return MedusaOutputs(logits.__getitem__, [decode_summaries(records.numpy()) for records in found])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.decoding_rows import text_request
-from paceline.drafters.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
+from paceline.drafters.ngram import MAX_MATCH_TOKENS, MIN_MATCH_TOKENS, NgramDrafter, NgramIndex
 from paceline.speculation.drafter import DraftBudget
 
 
@@ -54,7 +54,7 @@ def test_ngram_draft_of_a_repeating_text_continues_the_repetition(repeat: int, c
 
 
 def test_ngram_match_shorter_than_min_match_proposes_nothing() -> None:
-    assert MIN_MATCH == 3 <= MAX_MATCH
+    assert MIN_MATCH_TOKENS == 3 <= MAX_MATCH_TOKENS
     assert NgramIndex().propose([1, 2, 9, 1, 2], 4) == []
     assert NgramIndex().propose([], 4) == NgramIndex().propose([1], 4) == []
 
@@ -68,7 +68,7 @@ def test_ngram_has_candidates_exactly_if_it_proposes(seed: int) -> None:
         assert drafter.has_candidates(request) == (tree is not None)
         request.token_ids.append(int(random.integers(0, 6)))
         answers.append(drafter.has_candidates(request))
-        assert answers[-1] == bool(search(request.token_ids, 3, MIN_MATCH, MAX_MATCH))
+        assert answers[-1] == bool(search(request.token_ids, 3, MIN_MATCH_TOKENS, MAX_MATCH_TOKENS))
     assert set(answers) == {True, False}
 
 

@@ -104,7 +104,7 @@ def test_eagle_root_at_the_end_of_a_block_is_recomputed(length: int) -> None:
     assert len(rows.token_ids) == length - 1
     assert rows.rows.first_slot == rows.rows.cached_len == 1
     has_slot = (length - 1) % BLOCK_SIZE > 0
-    assert bench.pairs._slots[request].end == (length if has_slot else length - 1)
+    assert bench.pairs._slots[request].end_slot == (length if has_slot else length - 1)
     request.token_ids += [7, 8]
     bench.commit(request, 2)
     again = bench.run(request, include_root=True)
@@ -118,7 +118,7 @@ def test_eagle_prompt_chunks_run_without_the_root() -> None:
     for count in (40, 30, 29):
         bench.commit(request, count)
         assert bench.run(request, include_root=False) is not None
-    assert bench.pairs._slots[request].end == 99
+    assert bench.pairs._slots[request].end_slot == 99
     assert bench.run(request, include_root=False) is None
     rows = bench.run(request, include_root=True)
     assert rows is not None

@@ -10,9 +10,9 @@ from paceline.drafters import suffix
 from paceline.drafters.suffix import (
     MAX_NEXT_TOKENS,
     MAX_SIBLINGS,
-    MIN_MATCH,
+    MIN_MATCH_TOKENS,
     MIN_PATH_PROB,
-    SEPARATOR,
+    OUTPUT_SEPARATOR,
     SuffixAutomaton,
     SuffixDrafter,
     SuffixStore,
@@ -133,7 +133,7 @@ def test_suffix_drafts_the_most_frequent_continuation_first() -> None:
 
 
 def test_suffix_reads_a_long_prompt_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_READ_TOKENS", 5)
+    monkeypatch.setattr(suffix, "MAX_INDEXED_TOKENS_PER_STEP", 5)
     drafter, request = SuffixDrafter(), make_request([1, 2, 3, 4] * 3)
     found = [drafter.propose([request], [DraftBudget(5, 4)])[0] for _ in range(3)]
     assert found[:2] == [None, None]
@@ -141,7 +141,7 @@ def test_suffix_reads_a_long_prompt_in_several_steps(monkeypatch: pytest.MonkeyP
 
 
 def test_suffix_match_shorter_than_min_match_proposes_nothing() -> None:
-    assert MIN_MATCH == 2
+    assert MIN_MATCH_TOKENS == 2
     assert SuffixDrafter().propose([make_request([1, 2, 3, 9, 1])], [DraftBudget(9, 4)]) == [None]
     assert SuffixDrafter().propose([make_request([1])], [DraftBudget(9, 4)]) == [None]
     assert SuffixDrafter().propose([make_request([1, 2] * 9)], [DraftBudget(1, 4)]) == [None]
@@ -229,7 +229,7 @@ def test_suffix_store_is_bounded_in_tokens_and_namespaces() -> None:
     assert [store.num_stored_tokens(name) for name in "ac"] == [0, 2]
     store.clear()
     assert store.num_stored_tokens("c") == 0
-    assert SEPARATOR < 0
+    assert OUTPUT_SEPARATOR < 0
     for bound in ({"max_tokens": 0}, {"max_namespaces": 0}):
         with pytest.raises(ConfigError, match=next(iter(bound))):
             SuffixStore(**bound)

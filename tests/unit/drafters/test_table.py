@@ -13,7 +13,7 @@ from harness.loaded_targets import load_target, make_drafter, make_drafters
 from harness.medusa_checkpoints import random_heads, write_heads
 from paceline import drafters
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFT_FOLDER, DRAFTER_NAMES, prepare_drafters
+from paceline.drafters import DRAFT_SUBFOLDER, DRAFTER_NAMES, prepare_drafters
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter
@@ -43,7 +43,7 @@ def test_drafter_names_and_paths_create_their_drafters(directory: Path) -> None:
 def _with_embedded(directory: Path, tmp_path: Path, num_layers: int = 2) -> Path:
     """Write a target of some layers with the one of `directory` as its own draft model."""
     own = write_checkpoint(tmp_path / "own", "llama", num_hidden_layers=num_layers)
-    shutil.copytree(directory, own / DRAFT_FOLDER)
+    shutil.copytree(directory, own / DRAFT_SUBFOLDER)
     return own
 
 
@@ -52,8 +52,8 @@ def test_auto_does_not_choose_a_draft_model_as_large_as_its_target(directory: Pa
     prepared = prepare_drafters(own, EngineConfig(offline=True), SpeculationConfig())
     assert [drafter.name for drafter in prepared.drafters] == ["suffix"]
     (notice,) = prepared.notices
-    assert notice.startswith(f"{own / DRAFT_FOLDER} is not used: the draft model has ")
-    assert notice.endswith("so drafting cannot pay (--drafter draft_model uses it)")
+    assert notice.startswith(f"{own / DRAFT_SUBFOLDER} is not used: the draft model has ")
+    assert notice.endswith("so drafting cannot be faster (--drafter draft_model uses it)")
 
 
 def test_named_draft_model_as_large_as_its_target_gets_a_notice(directory: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_named_draft_model_as_large_as_its_target_gets_a_notice(directory: Path,
         drafter = make_drafter(str(draft), directory)
         assert isinstance(drafter, DraftModelDrafter)
         assert len(drafter.traits.notices) == notices
-        assert drafter.traits.notices[0].endswith("a draft pass costs as much as a plain step, so drafting cannot pay")
+        assert drafter.traits.notices[0].endswith("a draft pass costs as much as a plain step, so drafting cannot be faster")
     assert make_drafter(str(directory), larger).traits.notices == []  # type: ignore[union-attr]
 
 

@@ -52,7 +52,7 @@ def test_tokenizer_pieces_join_to_the_text(byte_level: ByteTokenizer, byte_fallb
     for tokenizer in (byte_level, byte_fallback):
         cut = tokenizer.tokenize(text.encode(), at_start=at_start)
         assert sum(size for _, size in cut) == len(text.encode())
-        joined = b"".join(tokenizer.bytes_of[token_id] for token_id, _ in cut)
+        joined = b"".join(tokenizer.token_bytes[token_id] for token_id, _ in cut)
         assert joined in (text.encode(), b" " + text.encode())
         if not at_start:
             assert joined == text.encode()
@@ -61,7 +61,7 @@ def test_tokenizer_pieces_join_to_the_text(byte_level: ByteTokenizer, byte_fallb
 def test_incomplete_utf8_character_is_tokenized_as_bytes(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     half = "😺".encode()[:2]
     for tokenizer in (byte_level, byte_fallback):
-        assert b"".join(tokenizer.bytes_of[token_id] for token_id, _ in tokenizer.tokenize(b"the" + half)) == b"the" + half
+        assert b"".join(tokenizer.token_bytes[token_id] for token_id, _ in tokenizer.tokenize(b"the" + half)) == b"the" + half
 
 
 def test_byte_tokenizer_pieces_equal_those_of_the_tokenizer(mini: ByteTokenizer, mini_dir: Path) -> None:
@@ -131,10 +131,10 @@ def test_target_token_unknown_to_the_draft_model_is_spelled_in_its_pieces(byte_l
     )
     ids = [byte_fallback.pieces.index(piece) for piece in ("▁the", "é", "你", "<0x41>", "t")]
     request = make_request(ids[:2], len(byte_fallback.pieces))
-    assert b"".join(byte_level.bytes_of[token_id] for token_id in translation.draft_context(request)) == " theé".encode()
+    assert b"".join(byte_level.token_bytes[token_id] for token_id in translation.draft_context(request)) == " theé".encode()
     request.token_ids.extend(ids[2:])
     context = translation.draft_context(request)
-    assert b"".join(byte_level.bytes_of[token_id] for token_id in context) == " theé你At".encode()
+    assert b"".join(byte_level.token_bytes[token_id] for token_id in context) == " theé你At".encode()
     assert translation.draft_context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
 
 
@@ -148,7 +148,7 @@ def test_draft_to_target_id_mapping_is_invertible(byte_level: ByteTokenizer, byt
         assert len(drafted) <= 1
         for token_id in drafted.tolist():
             assert translation.to_draft_id(token_id) == draft_id
-            assert byte_fallback.bytes_of[token_id] == byte_level.bytes_of[draft_id]
+            assert byte_fallback.token_bytes[token_id] == byte_level.token_bytes[draft_id]
 
 
 # Text
@@ -198,8 +198,8 @@ def test_draft_context_of_another_vocabulary_is_retokenized(
         ((context, num_unchanged),) = writer.contexts
         assert context[:num_unchanged] == seen[:num_unchanged]
         seen = context
-        written = b"".join(byte_fallback.bytes_of[token_id] for token_id in request.token_ids)
-        assert b"".join(mini.bytes_of[token_id] for token_id in context) == written
+        written = b"".join(byte_fallback.token_bytes[token_id] for token_id in request.token_ids)
+        assert b"".join(mini.token_bytes[token_id] for token_id in context) == written
         assert context == [token_id for token_id, _ in mini.tokenize(written)]
 
 
@@ -213,7 +213,7 @@ def test_no_draft_starts_within_a_multi_token_character(
     assert draft_ids(drafter, request) is None
     request.token_ids.append(ids[-1])
     assert draft_ids(drafter, request) is not None
-    assert "😺".encode() == b"".join(byte_fallback.bytes_of[token_id] for token_id in writer.contexts[0][0])[-4:]
+    assert "😺".encode() == b"".join(byte_fallback.token_bytes[token_id] for token_id in writer.contexts[0][0])[-4:]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_draft_text_is_retokenized_for_the_target(
     writer.answer = [token_id for piece in written for token_id, _ in byte_level.tokenize(piece.encode())]
     request = make_request([token_id for token_id, _ in byte_level.tokenize(before.encode())], len(byte_level.pieces))
     found = draft_ids(drafter, request)
-    assert [byte_level.bytes_of[token_id].decode() for token_id in found or ()] == expected
+    assert [byte_level.token_bytes[token_id].decode() for token_id in found or ()] == expected
 
 
 def test_special_tokens_end_a_translated_draft(byte_level: ByteTokenizer, writer: ScriptedWriter) -> None:
@@ -262,7 +262,7 @@ def test_bos_token_of_the_target_is_replaced_by_that_of_the_draft_model(
     draft_ids(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
     assert writer.contexts[0][0] == [*other.bos_ids, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
     draft_ids(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
-    assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
+    assert b"".join(mini.token_bytes[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 
 
 def test_draft_model_with_a_disjoint_vocabulary_drafts_and_frees_blocks(mini_dir: Path, mini: ByteTokenizer, shared_dir: Path) -> None:

@@ -17,24 +17,24 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
         CheckpointError: tensors or config values are missing or damaged.
         IncompatibleDrafterError: the drafter was made for another target.
     """
-    sizes = target.runtime.config
-    config = read_block_config(files, sizes)
-    opened = open_block_checkpoint(files, config, sizes, num_threads=target.engine.num_threads)
-    quantised = target.quantize(opened.weights, files.files)
-    weights = target.runtime.weights or open_weights(target.directory, sizes)
-    tensors: dict[str, AnyTensor] = dict(quantised)
+    target_config = target.runtime.config
+    config = read_block_config(files, target_config)
+    checkpoint = open_block_checkpoint(files, config, target_config, num_threads=target.engine.num_threads)
+    quantized = target.quantize(checkpoint.weights, files.files)
+    weights = target.runtime.weights or open_weights(target.directory, target_config)
+    tensors: dict[str, AnyTensor] = dict(quantized)
     own_embedding = tensors.pop("embedding.weight", None)
     if not config.has_own_lm_head:
-        tensors["lm_head.weight"] = weights["embedding.weight" if sizes.tied_embeddings else "lm_head.weight"]
+        tensors["lm_head.weight"] = weights["embedding.weight" if target_config.tied_embeddings else "lm_head.weight"]
     placement = target.placement
     placement["max_model_len"] += config.block_size
     placement["lm_head_of"] = None if config.has_own_lm_head else target.runtime
-    head = BlockHead(opened, tensors, weights["embedding.weight"] if own_embedding is None else own_embedding, **placement)
-    stated = config.sample_from_anchor
+    head = BlockHead(checkpoint, tensors, weights["embedding.weight"] if own_embedding is None else own_embedding, **placement)
+    sample_from_anchor = config.sample_from_anchor
     return BlockDrafter(
         head,
         target.cache,
         vocab_size=target.vocab_size,
-        sample_from_anchor=default_sample_from_anchor(files) if stated is None else stated,
+        sample_from_anchor=default_sample_from_anchor(files) if sample_from_anchor is None else sample_from_anchor,
         tree_width=target.speculation.tree_width,
     )

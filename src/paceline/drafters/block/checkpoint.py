@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.block.config import (
-    CONVOLUTION_NAMES,
+    CONVOLUTION_MODULE_NAMES,
     SELECTOR_PREFIX,
     SINK_TENSOR_NAMES,
     TENSOR_NAME_ALIASES,
@@ -27,7 +27,7 @@ from paceline.models.storage.tensor_file import read_torch_file
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, half_split_order, take_rows
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-_MODULE_NAMES = {
+_INTERNAL_MODULE_NAMES = {
     "norm": "final_norm",
     "embed_tokens": "embedding",
     "markov_head.markov_w2": "markov_output",
@@ -44,14 +44,12 @@ _SMALL_MODULE_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj"
 
 @dataclass(frozen=True, slots=True)
 class BlockCheckpoint:
-    """Config and weights of a block drafter."""
-
     config: BlockConfig
     weights: Weights  # weights of the networks, by the names used in `network.py`; without lm_head if the drafter uses the target's
     lookup_tables: Mapping[str, AnyTensor]  # read by row: `markov_w1` [V, r], DFlash2's `predecessor` [V, r] and `successor` [V or Vd, r]
-    small_tensors: Mapping[str, NDArray[np.float32]]  # that NumPy multiplies: modules `gate`, `joint` (Markov head), `confidence`
-    mask_embedding: NDArray[np.float32] | None  # [E] embedding of the mask token; None = the row of the embedding table
-    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
+    small_tensors: Mapping[str, NDArray[np.float32]]  # weights multiplied with NumPy: modules `gate`, `joint` (Markov head), `confidence`
+    mask_embedding: NDArray[np.float32] | None  # [E] embedding of the mask token; None = its row of the embedding table
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = draft ids are target ids
 
 
 def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
@@ -70,11 +68,11 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
     files.check_all_used([*used, *ignored])
     small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_MODULE_NAMES}
     tensors = {
-        names.get(name) or rename_module(name, _MODULE_NAMES): files.matrix(name, num_threads)
+        names.get(name) or rename_module(name, _INTERNAL_MODULE_NAMES): files.matrix(name, num_threads)
         for name in used
         if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
     }
-    for name in [name for name in tensors if name.endswith("_base.weight")]:  # kernels of convolutions, [2, taps, E]
+    for name in [name for name in tensors if name.endswith("_base.weight")]:  # convolution kernels [2, kernel size, E]
         values = np.ascontiguousarray(as_float32(tensors[name])).reshape(-1)
         tensors[name] = Tensor(values, WeightType.F32, values.shape)
     if not is_neox_rope(merged_config_fields(files)):
@@ -124,10 +122,7 @@ def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig
 
 
 def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str], Shapes, Shapes, Sequence[str]]:
-    """Return internal names of the layers' tensors, shapes of required and of optional tensors, and the names of tensors to ignore.
-
-    Those are copies of the target's, for example.
-    """
+    """Return internal names of the layers' tensors, shapes of required and of optional tensors, and names of tensors to ignore."""
     layers, hidden = config.layers, config.layers.hidden_size
     names, required, optional = _layer_tensors(files, layers)
     required["fc.weight"], optional["fc.bias"] = (hidden, config.target_hidden_size * len(config.layer_boundaries)), (hidden,)
@@ -158,7 +153,7 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
 
 
 def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
-    """Return the names and shapes of `layer_tensors`, with other names of sinks and with convolutions."""
+    """Return what `head_files.layer_tensors` does, plus attention sinks under either name, and convolutions."""
     names, required, optional = layer_tensors(layers)
     for index, layer in enumerate(layers.layers):
         other, usual = (f"layers.{index}.{name}" for name in SINK_TENSOR_NAMES)
@@ -167,7 +162,7 @@ def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str
         if layer.convolution is None:
             continue
         size, groups = layer.convolution.kernel_size, layers.hidden_size // layer.convolution.group_size
-        for part, internal in CONVOLUTION_NAMES.items():
+        for part, internal in CONVOLUTION_MODULE_NAMES.items():
             base, kernels = f"layers.{index}.{part}.base_kernel", f"layers.{index}.{part}.kernel_projection.weight"
             names |= {base: f"layers.{index}.{internal}_base.weight", kernels: f"layers.{index}.{internal}_kernels.weight"}
             required |= {base: (2, size, layers.hidden_size), kernels: (2 * size * groups, layers.hidden_size)}

@@ -24,9 +24,9 @@ from paceline.models.layer_builder import ACTIVATIONS, LayerBuilder
 from paceline.models.layers import AttentionConfig, BlockConvolution, DenseMLP, LayerConfig, NormOrder, QKNorm
 from paceline.models.rope_config import read_rope
 
-BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
+BLOCK_HEAD_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
 GGUF_ARCHITECTURE = "dflash"
-GGUF_KEYS = {
+GGUF_KEY_BY_FIELD = {
     "block_size": "block_size", "sample_from_anchor": "sample_from_anchor", "is_causal": "attention.causal",
     "attention_value_scale": "attention.value_scale", "output_multiplier": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping", "input_embedding_scale": "embedding_scale",
@@ -35,10 +35,10 @@ GGUF_KEYS = {
 }  # fmt: skip
 """config.json field -> GGUF metadata key, without the architecture prefix."""
 SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
-CONVOLUTION_NAMES = {"attention_conv": "attention_convolution", "mlp_conv": "mlp_convolution"}
+CONVOLUTION_MODULE_NAMES = {"attention_conv": "attention_convolution", "mlp_conv": "mlp_convolution"}
 SELECTOR_PREFIX = "candidate_selector."
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_LAYER_TYPES = _SLIDING_ATTENTION, _FULL_ATTENTION = "sliding_attention", "full_attention"
 TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
     **{f"{SELECTOR_PREFIX}{name}_codebook.weight": f"{SELECTOR_PREFIX}{name}_codebook" for name in ("predecessor", "successor")},
@@ -47,7 +47,7 @@ _MUSE_GLIMMER_DEFAULTS = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
-_UNSUPPORTED_KEYS = ("lilicorr", "shared_kv")
+_UNSUPPORTED_KEY_PREFIXES = ("lilicorr", "shared_kv")
 """Prefixes of config keys that describe network parts which are not supported: a drafter with such a key is refused."""
 _UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
 _GEMMA4_ARCHITECTURE = "Gemma4DSpark"
@@ -73,19 +73,19 @@ class BlockConfig:
     kind: HeadKind
     layers: ModelConfig  # sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft
     target_hidden_size: int
-    layer_boundaries: tuple[int, ...]  # whose hidden states are concatenated as input, in this order; boundary b is the input of layer b
+    layer_boundaries: tuple[int, ...]  # the drafter reads their hidden states, in this order; boundary b is the input of layer b
     block_size: int  # maximum number of rows of a block, the row of the anchor included
     mask_token_id: int  # input token of all rows after the row of the anchor
     embedding_scale: float = 1.0  # factor of the token embeddings
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float | None = None  # applied after `logit_scale`
     sample_from_anchor: bool | None = None
-    markov: MarkovKind | None = None  # of DSpark's head, which adds a bias that depends on drafted tokens; None = there is none
+    markov: MarkovKind | None = None  # kind of the Markov head, whose logits bias depends on drafted tokens; None = no such head
     has_confidence: bool = False  # there is a confidence head, which predicts the probability that a draft token is accepted
-    has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the token before
+    has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the previous token
     num_candidates: int = 0  # most probable tokens of a row that DFlash2's selector scores again; 0 = there is no selector
-    has_own_lm_head: bool = False  # the file's matrix is used, not the target's; copies of the target's are not used
-    has_own_embedding: bool = False  # the same for the embedding
+    has_own_lm_head: bool = False  # the drafter uses the lm_head in its file; False: it uses the target's
+    has_own_embedding: bool = False  # the drafter uses the embedding in its file; False: it uses the target's
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
@@ -100,7 +100,7 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     except (CheckpointError, IncompatibleDrafterError) as error:
         if not is_gguf(files.path):
             raise
-        raise type(error)(str(with_metadata_keys(CheckpointError(str(error)), GGUF_ARCHITECTURE, GGUF_KEYS))) from None
+        raise type(error)(str(with_metadata_keys(CheckpointError(str(error)), GGUF_ARCHITECTURE, GGUF_KEY_BY_FIELD))) from None
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
@@ -109,7 +109,7 @@ def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
     Raises:
         CheckpointError: a config value is missing or impossible.
     """
-    if files.kind not in BLOCK_KINDS:
+    if files.kind not in BLOCK_HEAD_KINDS:
         return False
     try:
         read_block_config(files, target)
@@ -130,11 +130,11 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             "it was made for another model"
         )
     block_size = fields.integer("block_size", 16, minimum=2, maximum=256)
-    layers = _decoder_config(files, fields, fc[0], block_size)
+    layers = _read_decoder_layers(files, fields, fc[0], block_size)
     _check_config_sizes(files, fields, layers)
     layer_boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
     check_target_sizes(files, target, hidden_size=fc[1] // len(layer_boundaries))
-    num_own_rows, has_own_lm_head = _own_lm_head(files, layers, target)
+    num_own_rows, has_own_lm_head = _read_own_lm_head(files, layers, target)
     _, confidence_size = files.matrix_shape("confidence_head.proj.weight") or (0, 0)
     return BlockConfig(
         kind=files.kind,
@@ -159,43 +159,43 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     )
 
 
-def _own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
-    """Return the number of rows of the file's lm_head, and whether to use it. If it is like the target's, it is a copy and not used."""
+def _read_own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
+    """Return the number of rows of the file's lm_head, and whether to use it. A copy of the target's, by its shape, is not used."""
     if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
             f"{layers.hidden_size}: it was made for another model"
         )
-    own = files.matrix_shape("lm_head.weight")
-    return (0, False) if own is None else (own[0], "d2t" in files.tensors or own != (target.vocab_size, target.hidden_size))
+    shape = files.matrix_shape("lm_head.weight")
+    return (0, False) if shape is None else (shape[0], "d2t" in files.tensors or shape != (target.vocab_size, target.hidden_size))
 
 
 def _read_mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
-    found = fields.token_ids("mask_token_id")
-    if not found:
+    ids = fields.token_ids("mask_token_id")
+    if not ids:
         raise CheckpointError(f"{fields.path} has no mask_token_id, the token that fills a block: download the drafter's config again")
-    if len(found) > 1 or found[0] >= target.vocab_size:
+    if len(ids) > 1 or ids[0] >= target.vocab_size:
         raise IncompatibleDrafterError(
-            f"{fields.path}: mask_token_id = {shortened(list(found))}, expected one id below the target's {target.vocab_size}"
+            f"{fields.path}: mask_token_id = {shortened(list(ids))}, expected one id below the target's {target.vocab_size}"
         )
-    return found[0]
+    return ids[0]
 
 
 def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
     """Check that config and tensors have the same sizes: otherwise one of the two files belongs to another drafter."""
     markov, hidden = (files.matrix_shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
-    selector, head = files.matrix_shape(SELECTOR_PREFIX + "hidden_projection.weight"), files.matrix_shape("lm_head.weight")
-    stored = {
+    selector, lm_head = files.matrix_shape(SELECTOR_PREFIX + "hidden_projection.weight"), files.matrix_shape("lm_head.weight")
+    stored_sizes = {
         "hidden_size": layers.hidden_size,
         "num_hidden_layers": layers.num_layers,
         "markov_rank": 0 if markov is None or hidden is None else markov[1],
         "selector_rank": 0 if selector is None else selector[0],
-        **({"draft_vocab_size": head[0]} if head is not None and "d2t" in files.tensors else {}),
+        **({"draft_vocab_size": lm_head[0]} if lm_head is not None and "d2t" in files.tensors else {}),
     }
-    for name, size in stored.items():
-        given = fields.values.get(name)
-        if given is not None and fields.integer(name, minimum=0) != size:
-            raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
+    for name, size in stored_sizes.items():
+        configured = fields.values.get(name)
+        if configured is not None and fields.integer(name, minimum=0) != size:
+            raise CheckpointError(f"{fields.path}: {name} = {configured}, and the tensors of {files.path} have {size}: download both again")
 
 
 def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
@@ -211,9 +211,9 @@ def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None
     if "markov_head.markov_w1.weight" not in files.tensors:
         return None
     name = str(fields.values.get("markov_head_type", "vanilla"))
-    known = [kind.value for kind in MarkovKind]
-    if name not in known:
-        raise IncompatibleDrafterError(f"{files.path}: markov_head_type {name!r} is not supported; {', '.join(known)} are")
+    supported = [kind.value for kind in MarkovKind]
+    if name not in supported:
+        raise IncompatibleDrafterError(f"{files.path}: markov_head_type {name!r} is not supported; {', '.join(supported)} are")
     return MarkovKind(name)
 
 
@@ -221,9 +221,9 @@ def _check_supported(files: HeadFiles) -> None:
     """Raise an error if the config describes a network part that is not supported."""
     nested, architecture = files.config.get("dflash_config"), _first_architecture(files)
     levels = [files.config, nested if isinstance(nested, Mapping) else {}]
-    unsupported = next((repr(key) for level in levels for key in level if key.startswith(_UNSUPPORTED_KEYS)), None)
+    unsupported = next((repr(key) for level in levels for key in level if key.startswith(_UNSUPPORTED_KEY_PREFIXES)), None)
     for level in levels:
-        if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_KINDS)):
+        if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_HEAD_KINDS)):
             unsupported = f"projector_type {shortened(level['projector_type'])}"
     if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
         raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
@@ -234,8 +234,8 @@ def _check_supported(files: HeadFiles) -> None:
 
 
 def _first_architecture(files: HeadFiles) -> str:
-    named = files.config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
+    architectures = files.config.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
 
 def merged_config_fields(files: HeadFiles) -> JsonFields:
@@ -253,8 +253,8 @@ def merged_config_fields(files: HeadFiles) -> JsonFields:
         values |= part if isinstance(part, Mapping) else {}
     fields = JsonFields(values, files.config_path)
     if is_muse:
-        values["layer_types"] = [_SLIDING] * max(1, files.count_indices("layers.{}."))
-        # the window of transformers does not count the row's own position, ours does
+        values["layer_types"] = [_SLIDING_ATTENTION] * max(1, files.count_indices("layers.{}."))
+        # unlike ours, the window of transformers excludes the row's own position
         values["sliding_window"] = fields.integer("sliding_window") + 1
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
@@ -267,29 +267,29 @@ def _has_gemma4_layers(files: HeadFiles) -> bool:
     return _GEMMA4_ARCHITECTURE in _first_architecture(files)
 
 
-def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
+def _read_decoder_layers(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
     gate, is_gemma4 = files.matrix_shape("layers.0.mlp.gate_proj.weight"), _has_gemma4_layers(files)
-    count = max(1, files.count_indices("layers.{}."))
-    attention = _gemma4_attention_config(files, fields) if is_gemma4 else _attention_config(files, fields, hidden_size, count)
+    num_layers = max(1, files.count_indices("layers.{}."))
+    attention = _read_gemma4_attention(files, fields) if is_gemma4 else _read_attention(files, fields, hidden_size, num_layers)
     name = "hidden_activation" if is_gemma4 else "hidden_act"
     activation = str(fields.values.get(name, "gelu_pytorch_tanh" if is_gemma4 else "silu"))
     if gate is None:
         raise CheckpointError(f"{files.path} has no layers.0.mlp.gate_proj.weight: the file is damaged, download it again")
     if activation not in ACTIVATIONS:
         raise CheckpointError(f"{fields.path}: {name} {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
-    kinds = [(None, False)] * count if is_gemma4 else _windows_and_causality(fields, count, block_size, speculators=files.is_speculators)
+    windows = [(None, False)] * num_layers if is_gemma4 else _read_windows(files, fields, num_layers, block_size)
     layer = LayerConfig(
         mixer=attention,
         mlp=DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation]),
         norm_order=NormOrder.SANDWICH if is_gemma4 else NormOrder.PRE,
         has_output_scale="layers.0.layer_scalar" in files.tensors,
-        convolution=_convolution_config(files, fields, hidden_size),
+        convolution=_read_convolution(files, fields, hidden_size),
     )
     config = ModelConfig(
         family="llama",
         vocab_size=1,
         hidden_size=hidden_size,
-        layers=tuple(replace(layer, mixer=replace(attention, window=window, is_causal=causal)) for window, causal in kinds),
+        layers=tuple(replace(layer, mixer=replace(attention, window=window, is_causal=causal)) for window, causal in windows),
         norm_eps=fields.epsilon("norm_eps" if fields.values.get("rms_norm_eps") is None else "rms_norm_eps", 1e-6),
         max_positions=fields.integer("max_position_embeddings"),
         weight_type=WeightType.F32,
@@ -298,7 +298,7 @@ def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, bloc
     return config
 
 
-def _attention_config(files: HeadFiles, fields: JsonFields, hidden_size: int, num_layers: int) -> AttentionConfig:
+def _read_attention(files: HeadFiles, fields: JsonFields, hidden_size: int, num_layers: int) -> AttentionConfig:
     values = {**fields.values, "hidden_size": hidden_size, "num_hidden_layers": num_layers}
     builder = LayerBuilder(_with_partial_rotary_factor(JsonFields(values, fields.path)), replace(FAMILIES["llama"], has_partial_rope=True))
     _check_head_counts(files, fields, builder.num_heads, builder.num_kv_heads, builder.head_size)
@@ -326,7 +326,7 @@ def _with_partial_rotary_factor(fields: JsonFields) -> JsonFields:
     return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 
 
-def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
+def _read_gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
     """Return the attention of Gemma4DSparkModel: all of its layers have the full attention of Gemma 4."""
     key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
     if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
@@ -335,13 +335,13 @@ def _gemma4_attention_config(files: HeadFiles, fields: JsonFields) -> AttentionC
     num_heads, num_kv_heads = fields.integer("num_attention_heads"), key.shape[0] // head_size
     _check_head_counts(files, fields, num_heads, num_kv_heads, head_size)
     ropes = fields.values.get("rope_parameters")
-    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(_FULL), Mapping):
-        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_FULL}")
+    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(_FULL_ATTENTION), Mapping):
+        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_FULL_ATTENTION}")
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL),
+        rope=read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL_ATTENTION),
         scale=1.0,
         qk_norm=QKNorm.HEAD,
         has_value_norm=True,
@@ -363,7 +363,7 @@ def _check_head_counts(files: HeadFiles, fields: JsonFields, num_heads: int, num
         )
 
 
-def _convolution_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> BlockConvolution | None:
+def _read_convolution(files: HeadFiles, fields: JsonFields, hidden_size: int) -> BlockConvolution | None:
     """Return sizes of DFlash2's convolutions; None = there are none."""
     base = files.tensors.get("layers.0.attention_conv.base_kernel")
     if base is None:
@@ -380,55 +380,55 @@ def _convolution_config(files: HeadFiles, fields: JsonFields, hidden_size: int) 
     return BlockConvolution(kernel_size=size, group_size=group)
 
 
-def _windows_and_causality(fields: JsonFields, num_layers: int, block_size: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
+def _read_windows(files: HeadFiles, fields: JsonFields, num_layers: int, block_size: int) -> list[tuple[int | None, bool]]:
     """Return attention window and causality of each layer. By default, only layers with a window are causal."""
     values = fields.values
-    named = values.get("layer_types")
+    types = values.get("layer_types")
     if fields.flag("use_swa", default=False):
         windows: list[int | None] = [fields.integer("swa_window_size")] * num_layers
-    elif named is None:
+    elif types is None:
         windows = [None] * num_layers
-    elif isinstance(named, list) and len(named) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in named[:num_layers]):
-        window = fields.integer("sliding_window") if _SLIDING in named[:num_layers] else None
-        windows = [window if kind == _SLIDING else None for kind in named[:num_layers]]
+    elif isinstance(types, list) and len(types) >= num_layers and all(kind in _LAYER_TYPES for kind in types[:num_layers]):
+        window = fields.integer("sliding_window") if _SLIDING_ATTENTION in types[:num_layers] else None
+        windows = [window if kind == _SLIDING_ATTENTION else None for kind in types[:num_layers]]
     else:
         raise CheckpointError(
-            f"{fields.path}: layer_types = {shortened(named)}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+            f"{fields.path}: layer_types = {shortened(types)}, expected {' or '.join(_LAYER_TYPES)} for each of {num_layers} layers"
         )
-    given = "is_causal" if values.get("is_causal") is not None else "causal"
-    is_bidirectional = speculators and fields.flag("sliding_window_non_causal", default=True)
-    causal = [fields.flag(given, default=window is not None and not is_bidirectional) for window in windows]
+    field_name = "is_causal" if values.get("is_causal") is not None else "causal"
+    is_bidirectional = files.is_speculators and fields.flag("sliding_window_non_causal", default=True)
+    causal = [fields.flag(field_name, default=window is not None and not is_bidirectional) for window in windows]
     too_narrow = [window for window, is_causal in zip(windows, causal, strict=True) if window and not is_causal and window < block_size]
     if too_narrow:
         raise IncompatibleDrafterError(f"{fields.path}: a window of {too_narrow[0]} positions is shorter than a block of {block_size} rows")
     return list(zip(windows, causal, strict=True))
 
 
-def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the layer boundaries that the drafter reads: in speculators configs as listed, in others the outputs of the listed layers."""
+def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, num_boundaries: int, target: ModelConfig) -> tuple[int, ...]:
+    """Return the layer boundaries that the drafter reads. speculators configs list boundaries; others list layers, read at their output."""
     num_layers = target.num_layers
-    named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
-    if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
-        raise CheckpointError(f"{fields.path}: target_layer_ids = {shortened(named)}, expected a list of layers")
-    if "aux_hidden_state_layer_ids" in fields.values or (named is None and files.is_speculators):
-        found = [2, num_layers // 2, num_layers - 3] if named is None else list(named)
-    elif named is not None:
-        found = [layer + 1 for layer in named]
-    elif count == 1:
-        found = [num_layers // 2 + 1]
+    listed = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
+    if listed is not None and not (isinstance(listed, list) and all(type(layer) is int for layer in listed)):
+        raise CheckpointError(f"{fields.path}: target_layer_ids = {shortened(listed)}, expected a list of layers")
+    if "aux_hidden_state_layer_ids" in fields.values or (listed is None and files.is_speculators):
+        boundaries = [2, num_layers // 2, num_layers - 3] if listed is None else list(listed)
+    elif listed is not None:
+        boundaries = [layer + 1 for layer in listed]
+    elif num_boundaries == 1:
+        boundaries = [num_layers // 2 + 1]
     else:
-        found = [round(1 + index * (num_layers - 4) / (count - 1)) + 1 for index in range(count)]
-    if named is None and (found != sorted(set(found)) or found[0] < 0 or found[-1] > num_layers):
+        boundaries = [round(1 + index * (num_layers - 4) / (num_boundaries - 1)) + 1 for index in range(num_boundaries)]
+    if listed is None and (boundaries != sorted(set(boundaries)) or boundaries[0] < 0 or boundaries[-1] > num_layers):
         raise IncompatibleDrafterError(
-            f"{fields.path} has no target_layer_ids, and the usual ones for {count} layers do not exist in a target of {num_layers}: "
-            "download the drafter's config again, or use another drafter"
+            f"{fields.path} has no target_layer_ids, and the usual ones for {num_boundaries} layers do not exist in a target of "
+            f"{num_layers}: download the drafter's config again, or use another drafter"
         )
-    if len(found) != count or len(set(found)) != count or not all(0 <= boundary <= num_layers for boundary in found):
+    if not (len(boundaries) == len(set(boundaries)) == num_boundaries and all(0 <= boundary <= num_layers for boundary in boundaries)):
         raise IncompatibleDrafterError(
-            f"{files.path} reads {count} of the target's layer boundaries, and its config names {found} of {num_layers} layers: "
-            "it was made for another model"
+            f"{files.path} reads {num_boundaries} of the target's layer boundaries, and its config names {boundaries} of "
+            f"{num_layers} layers: it was made for another model"
         )
-    return tuple(found)
+    return tuple(boundaries)
 
 
 def _read_sample_from_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
@@ -439,19 +439,19 @@ def _read_sample_from_anchor(files: HeadFiles, fields: JsonFields) -> bool | Non
 
 
 def default_sample_from_anchor(files: HeadFiles) -> bool:
-    """Return the likely value if the config lacks `sample_from_anchor`: true for DSpark files, unless speculators wrote them."""
+    """Return `sample_from_anchor` for configs without it: true for DSpark files, unless speculators wrote them."""
     is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
 def describe_drafted_position(*, sample_from_anchor: bool, is_known: bool) -> str:
-    """Describe for the user which position a row drafts. Until it is known, the first drafts test the assumption."""
+    """Describe for the user which position a row drafts. `is_known` is False for a first assumption (`MIN_ANCHOR_DETECTION_LEAD`)."""
     place = "the token after its own position" if sample_from_anchor else "the token at its own position"
     return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
 
 
 def is_neox_rope(fields: JsonFields) -> bool:
     """Return whether rotary embeddings rotate value i with value i + size / 2 (NeoX style), not with its neighbour."""
-    named = fields.values.get("architectures")
-    default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
+    architectures = fields.values.get("architectures")
+    default = not (isinstance(architectures, list) and architectures and str(architectures[0]).startswith("Lfm2"))
     return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))

@@ -17,26 +17,26 @@ class ContextCache(HeadCache):
 
     def append_hidden_states(self, request: Request, start: int, hidden_states: FloatArray) -> int:
         """Store the target's hidden states [T, F] of positions `start`, `start` + 1, …; return how many positions lack context rows."""
-        slots = self._observe(request, start, hidden_states)
-        return slots.num_observed - slots.end
+        slots = self._add_hidden_states(request, start, hidden_states)
+        return slots.num_observed - slots.end_slot
 
-    def pending_rows(self, request: Request) -> PendingContext | None:
-        """Return what to compute: committed positions without context keys and values; None if there are none."""
+    def pending_context(self, request: Request) -> PendingContext | None:
+        """Return the committed positions whose context keys and values are not computed yet; None if there are none."""
         slots = self._slots.get(request)
-        if slots is None or slots.end == slots.num_observed:
+        if slots is None or slots.end_slot == slots.num_observed:
             return None
         table = np.array(request.cached_sequence.block_table, np.int32)
-        rows = RowRange(0, slots.num_observed - slots.end, slots.end, table, None, min(slots.end, slots.first))
+        rows = RowRange(0, slots.num_observed - slots.end_slot, slots.end_slot, table, None, min(slots.end_slot, slots.first_slot))
         return PendingContext(slots.join_pending(), rows)
 
-    def drop_oldest(self, request: Request, num_kept: int) -> None:
-        """Drop all pending positions but the last `num_kept`. No draft attends to them, nor to positions before them."""
+    def drop_oldest_pending(self, request: Request, num_kept: int) -> None:
+        """Drop all pending positions but the last `num_kept`. Later drafts attend neither to dropped positions nor to those before them."""
         slots = self._slots.get(request)
-        if slots is None or slots.num_observed - slots.end <= num_kept:
+        if slots is None or slots.num_observed - slots.end_slot <= num_kept:
             return
-        num_dropped = slots.num_observed - num_kept - slots.end
-        self._advance(request, slots, request.token_ids[slots.end : slots.end + num_dropped], is_computed=False)
-        slots.first = slots.end
+        num_dropped = slots.num_observed - num_kept - slots.end_slot
+        self._advance_end(request, slots, request.token_ids[slots.end_slot : slots.end_slot + num_dropped], is_computed=False)
+        slots.first_slot = slots.end_slot
         while num_dropped >= len(slots.pending[0]):
             num_dropped -= len(slots.pending.pop(0))
         slots.pending[0] = slots.pending[0][num_dropped:].copy()  # a view would keep the dropped rows in memory
@@ -44,7 +44,7 @@ class ContextCache(HeadCache):
     def mark_computed(self, request: Request) -> None:
         """Record that the keys and values of all pending positions are now cached."""
         slots = self._slots[request]
-        self._advance(request, slots, request.token_ids[slots.end : slots.num_observed])
+        self._advance_end(request, slots, request.token_ids[slots.end_slot : slots.num_observed])
         slots.pending = []
 
     def draft_row_range(self, request: Request, num_rows: int, num_used_spare_blocks: int) -> RowRange | None:
@@ -55,12 +55,12 @@ class ContextCache(HeadCache):
             num_used_spare_blocks: number of spare blocks that other requests of the pass already use.
         """
         slots, last_position = self._slots.get(request), len(request.token_ids) - 1
-        if slots is None or slots.end != last_position:
+        if slots is None or slots.end_slot != last_position:
             return None
         table = self._table_up_to(request, last_position + num_rows, num_used_spare_blocks)
         if table is None:
             return None
-        first = min(last_position, max(slots.first, last_position + num_rows - self.window))
+        first = min(last_position, max(slots.first_slot, last_position + num_rows - self.window))
         return RowRange(0, num_rows, last_position, table, np.ones((num_rows, num_rows), np.bool_), first)
 
     def has_all_hidden_states(self, request: Request) -> bool:
@@ -71,10 +71,10 @@ class ContextCache(HeadCache):
     def num_pending(self, request: Request) -> int:
         """Return the number of committed positions without context rows."""
         slots = self._slots.get(request)
-        return 0 if slots is None else slots.num_observed - slots.end
+        return 0 if slots is None else slots.num_observed - slots.end_slot
 
-    def _new_slots(self, request: Request, start: int) -> HeadSlots:
+    def _create_slots(self, request: Request, start: int) -> HeadSlots:
         if start == 0:
             return HeadSlots(request.cached_sequence, 0, 0, 0, 0)
         hashes = self._hash_tokens(request.token_ids[:start], 0, 0)
-        return HeadSlots(request.cached_sequence, self._first_computed(request, hashes), start, start, int(hashes[-1]))
+        return HeadSlots(request.cached_sequence, self._first_computed_slot(request, hashes), start, start, int(hashes[-1]))

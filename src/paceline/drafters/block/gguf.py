@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEYS, SELECTOR_PREFIX
+from paceline.drafters.block.config import GGUF_ARCHITECTURE, GGUF_KEY_BY_FIELD, SELECTOR_PREFIX
 from paceline.drafters.head_files import GGUF_LAYER_MODULE_NAMES, HeadFiles, gguf_tensors
 from paceline.drafters.head_kinds import detect_block_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -63,11 +63,11 @@ def open_gguf_block(path: Path) -> HeadFiles | None:
     stored = {_canonical_name(name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
     if len(stored) < len([name for name in file.tensors if name not in ROPE_TENSORS]):
         raise CheckpointError(f"{path} holds a tensor under two names: the file is damaged, download it again")
-    tensors, quantised = gguf_tensors({name: TensorSource(tensor, _shape_of(name, tensor)) for name, tensor in stored.items()})
-    for source in quantised.values():
+    tensors, quantized = gguf_tensors({name: TensorSource(tensor, _tensor_shape(name, tensor)) for name, tensor in stored.items()})
+    for source in quantized.values():
         check_stored_shape(source, source.shape, source.tensor.shape)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return HeadFiles(path, _read_config(file, tensors), tensors, detect_block_kind(shapes), split_parts(path), quantised)
+    return HeadFiles(path, _read_config(file, tensors), tensors, detect_block_kind(shapes), split_parts(path), quantized)
 
 
 def _canonical_name(name: str) -> str:
@@ -75,7 +75,7 @@ def _canonical_name(name: str) -> str:
     return _TENSOR_NAMES.get(name, name) if layer is None else f"layers.{int(layer[1])}.{_LAYER_TENSOR_NAMES.get(layer[2], layer[2])}"
 
 
-def _shape_of(name: str, tensor: GgufTensor) -> tuple[int, ...]:
+def _tensor_shape(name: str, tensor: GgufTensor) -> tuple[int, ...]:
     return (1, *tensor.shape) if name == _CONFIDENCE_TENSOR and len(tensor.shape) == 1 else tensor.shape
 
 
@@ -88,14 +88,14 @@ def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str,
     if windows["sliding_window"] is not None and "layer_types" not in windows:
         windows["layer_types"] = ["sliding_attention"] * num_layers
     values |= windows
-    values["is_causal"] = fields.architecture_value(GGUF_KEYS["is_causal"]) or False
+    values["is_causal"] = fields.architecture_value(GGUF_KEY_BY_FIELD["is_causal"]) or False
     for name in (*_OPTIONAL_FIELDS, *_FACTOR_FIELDS):
-        value = fields.architecture_value(GGUF_KEYS[name])
+        value = fields.architecture_value(GGUF_KEY_BY_FIELD[name])
         if value is not None and not (value == 0 and name in _FACTOR_FIELDS):  # llama.cpp writes the factor 0 if there is none
             values[name] = value
-    mask, layers = fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEYS["target_layer_ids"])
+    mask, layers = (fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEY_BY_FIELD["target_layer_ids"]))
     values["mask_token_id"] = fields.architecture_value("mask_token_id") if mask is None else mask
-    if not isinstance(layers, list) or not layers or any(isinstance(one, bool) or not isinstance(one, int) for one in layers):
+    if not isinstance(layers, list) or not layers or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
         fields.raise_invalid("target_layers", layers, "a list of layers of the target")
     values["target_layer_ids"] = [layer - 1 for layer in layers]
     hidden_size, confidence = values["hidden_size"], tensors.get(_CONFIDENCE_TENSOR)

@@ -3,7 +3,7 @@
 `context_network` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_network` runs
 the last committed token, called the anchor, and mask tokens; their keys and values are not kept. DSpark adds a bias to each row of logits
 that depends on the tokens drafted so far (`markov_bias_network`). DFlash2 scores the most probable tokens of each row again, depending on
-the token drafted before them (`BlockHead.rescore`).
+the token drafted before them (`BlockHead.rescore_candidates`).
 
 Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
@@ -26,7 +26,7 @@ from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
-BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
+BOUNDARY, EMBEDDING, LATENT, BASE_LOGITS = "boundary", "embedding", "latent", "base"
 SELECTOR_VECTORS = "selector_vectors"
 """Inputs: target hidden states, one input `boundary.0`, … per layer boundary; token embeddings of a block; latent vectors of the Markov
 head; logits before their bias. Result: the vectors with which DFlash2's selector scores candidates."""
@@ -42,8 +42,8 @@ def context_network(config: BlockConfig) -> NetworkDefinition:
         for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
             names = ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
-            k, *others = ops.linear(context, *(prefix + name for name in names))
-            v = others[0] if others else k
+            k, *values = ops.linear(context, *(prefix + name for name in names))
+            v = values[0] if values else k
             if attention.qk_norm is QKNorm.HEAD:
                 k = ops.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
             k = ops.rope(k, attention.num_kv_heads, attention.key_rope)
@@ -79,7 +79,7 @@ def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinit
 
     def compose(ops: Ops[Value]) -> Mapping[str, Value]:
         bias = ops.lm_head(ops.logits_rows(ops.input(LATENT, markov_rank)), "markov_output")
-        return {LOGITS: ops.add(bias, ops.logits_rows(ops.input(BASE, config.layers.vocab_size)))}
+        return {LOGITS: ops.add(bias, ops.logits_rows(ops.input(BASE_LOGITS, config.layers.vocab_size)))}
 
     return compose
 
@@ -110,9 +110,9 @@ class BlockHead:
 
     Attributes:
         runtime: the network that caches committed positions; the other networks use the same KV cache.
-        num_embedded_ids: the drafter can read and draft only token ids below this number. Ids from it on have no embedding or, with
+        num_embedded_ids: the drafter can read and draft only token ids below this number. Other ids have no embedding or, with
             DFlash2, no row in the selector's tables.
-        ranking: how many top tokens later passes return for each row of logits (`ForwardOutput.summaries`); None = none.
+        summary_options: which top tokens later passes return for each row of logits (`ForwardOutput.summaries`); None = none.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BlockHead:
         with_same_weights = self.runtime.network_with_same_weights
         self._block_network = with_same_weights(block_network(config))
         self._markov_network = with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
-        self.ranking: SummaryOptions | None = None
+        self.summary_options: SummaryOptions | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._unscaled_config = replace(config.layers, embedding_scale=1.0)
         self._mask_embedding = checkpoint.mask_embedding
@@ -144,7 +144,7 @@ class BlockHead:
         inputs = {name: np.ascontiguousarray(states[:, index * size : (index + 1) * size]) for index, name in enumerate(self._input_names)}
         self.runtime.forward(inputs, _make_batch([context.rows for context in contexts]), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, blocks: Sequence[DraftBlock], draws: RowSampling | None = None) -> ForwardOutput:
+    def run_block(self, blocks: Sequence[DraftBlock], sampling: RowSampling | None = None) -> ForwardOutput:
         """Run one pass over the blocks of several requests; return the logits of all rows, in the order of the requests."""
         starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
@@ -154,23 +154,25 @@ class BlockHead:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
-        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), self.ranking if self._markov_network is None else None, draws)
+        summary = self.summary_options if self._markov_network is None else None
+        requested = LogitsRows(np.arange(starts[-1], dtype=np.int32), summary, sampling)
         return self._block_network.forward({EMBEDDING: rows}, _make_batch([block.rows for block in blocks]), requested)
 
-    def run_bias(self, latent: FloatArray, base: FloatArray, draws: RowSampling | None = None) -> ForwardOutput:
-        """Return the logits `base` [n, Vd] plus the bias computed from the Markov head's latent vectors `latent` [n, r]."""
+    def add_markov_bias(self, latents: FloatArray, base_logits: FloatArray, sampling: RowSampling | None = None) -> ForwardOutput:
+        """Return `base_logits` [n, Vd] plus the bias computed from the Markov head's `latents` [n, r]."""
         if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")
-        rows = np.arange(len(latent), dtype=np.int32)
-        return self._markov_network.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self.ranking, draws))
+        rows = np.arange(len(latents), dtype=np.int32)
+        inputs = {LATENT: latents, BASE_LOGITS: base_logits}
+        return self._markov_network.forward(inputs, ForwardBatch(rows, ()), LogitsRows(rows, self.summary_options, sampling))
 
     def markov_embedding(self, token_id: int) -> FloatArray:
-        """Return the Markov embedding [r] of a token; zeros for ids without one."""
+        """Return the Markov embedding [r] of a token; zeros if it has none."""
         table = self._tables["markov_w1"]
-        known = token_id < table.shape[0]
-        return as_float32(table, np.array([token_id], np.int32))[0] if known else np.zeros(self.markov_rank, np.float32)
+        has_embedding = token_id < table.shape[0]
+        return as_float32(table, np.array([token_id], np.int32))[0] if has_embedding else np.zeros(self.markov_rank, np.float32)
 
-    def rescore(
+    def rescore_candidates(
         self, previous_token_ids: Sequence[int], selector_vector: FloatArray, token_ids: IntArray, scores: FloatArray
     ) -> FloatArray:
         """Score the candidate tokens of a row again with DFlash2's selector; return [n, k] scores, given each possible token before.
@@ -188,7 +190,7 @@ class BlockHead:
     def first_markov_state(self, anchor: int, hidden: FloatArray, *, sample_from_anchor: bool) -> FloatArray:
         """Return the Markov head's recurrent state [r] before the first row that drafts, given the anchor's hidden state [E].
 
-        If the anchor's row drafts nothing, the state is nevertheless updated with it, because speculators trains the head so.
+        If the anchor's row drafts nothing, the anchor still updates the state, as in speculators' training.
         """
         state = np.zeros(self.markov_rank, np.float32)
         return state if sample_from_anchor else self.markov_latent(self.markov_embedding(anchor), hidden, state)[1]
@@ -212,21 +214,21 @@ class BlockHead:
             return np.tanh(out), state
         return embedding, state
 
-    def confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
-        """Predict from a row's hidden state and the Markov embedding of the token before how probably the row's token is accepted."""
+    def predict_confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
+        """Predict the acceptance probability of a row's token from the row's hidden state and the previous token's Markov embedding."""
         inputs = np.concatenate([hidden, embedding]) if self.config.has_markov_confidence else hidden
         bias = self._small_tensors.get("confidence.bias")
         return float(_sigmoid(self._small_tensors["confidence.weight"][0] @ inputs + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # if exp overflows to inf, 1 / inf is 0, which is right
+    with np.errstate(over="ignore"):  # exp may overflow to inf: 1 / inf = 0 is correct
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 
-def _make_batch(rows: Sequence[RowRange]) -> ForwardBatch:
-    """Describe a pass over these row ranges. Positions continue after the cached rows of each range."""
-    positions = [np.arange(one.cached_len, one.cached_len + one.num_rows, dtype=np.int32) for one in rows]
-    starts = accumulate((one.num_rows for one in rows), initial=0)
-    ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])
-    return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], ranges)
+def _make_batch(ranges: Sequence[RowRange]) -> ForwardBatch:
+    """Return a batch of row ranges. Positions continue after the cached rows of each range."""
+    positions = [np.arange(row_range.cached_len, row_range.cached_len + row_range.num_rows, dtype=np.int32) for row_range in ranges]
+    starts = accumulate((row_range.num_rows for row_range in ranges), initial=0)
+    placed_ranges = tuple([row_range._replace(start=start) for row_range, start in zip(ranges, starts, strict=False)])
+    return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], placed_ranges)

@@ -18,11 +18,11 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDraf
         CheckpointError: tensors or config values of the head are missing or damaged.
         IncompatibleDrafterError: the head was made for another target.
     """
-    sizes = target.runtime.config
-    checkpoint = open_eagle_checkpoint(files, read_eagle_config(files, sizes, target.head_options), sizes)
+    target_config = target.runtime.config
+    checkpoint = open_eagle_checkpoint(files, read_eagle_config(files, target_config, target.head_options), target_config)
     check_embedding_rows(files, checkpoint.num_embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
     checkpoint = replace(checkpoint, weights=target.quantize(checkpoint.weights, files.files))
-    target_weights = target.runtime.weights or open_weights(target.directory, sizes)
-    head = open_eagle_head(checkpoint, sizes, target_weights, **target.placement)
+    target_weights = target.runtime.weights or open_weights(target.directory, target_config)
+    head = open_eagle_head(checkpoint, target_config, target_weights, **target.placement)
     drafter = ParallelDrafter if head.masked_pair else EagleStyleDrafter
     return drafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

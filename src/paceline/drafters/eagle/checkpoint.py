@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.eagle.config import (
-    FIRST_NORM,
-    LAST_NORM,
+    FIRST_NORM_TENSOR,
+    LAST_NORM_TENSOR,
     TENSOR_NAME_ALIASES,
     EagleConfig,
     config_fields,
@@ -46,9 +46,9 @@ _INTERNAL_MODULE_NAMES = {
 }
 
 _GGUF_ARCHITECTURE = "eagle3"
-_GGUF_LAYER_TENSOR_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
+_GGUF_LAYER_MODULE_NAMES = {"attn_norm_2": "hidden_norm", **GGUF_LAYER_MODULE_NAMES}
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
-_GGUF_CONFIG_KEYS = {
+_CONFIG_FIELD_BY_GGUF_KEY = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
@@ -59,12 +59,10 @@ _GGUF_CONFIG_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class EagleCheckpoint:
-    """Config and weights of an EAGLE head."""
-
     config: EagleConfig
     weights: Weights  # weights by the names of `network.py`; embedding and lm_head are missing if the head uses the target's
     num_embedded_ids: int  # number of rows of the embedding; token ids from this number on have no embedding
-    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = the ids are equal
+    target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = draft ids are target ids
     mask_feature: NDArray[np.float32] | None = None  # [F] P-EAGLE: learned feature for the positions whose feature is not known yet
 
 
@@ -87,8 +85,8 @@ def open_eagle_checkpoint(files: HeadFiles, config: EagleConfig, target: ModelCo
     mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = read_target_ids(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
-        ids, order = read_token_map(files, target.vocab_size)
-        tensors["lm_head.weight"] = _select_lm_head_rows(files, files.weight("lm_head.weight"), ids, order)
+        ids, row_order = read_token_map(files, target.vocab_size)
+        tensors["lm_head.weight"] = _select_lm_head_rows(files, files.weight("lm_head.weight"), ids, row_order)
     num_embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
     if config.mask_token_id is not None and config.mask_token_id >= num_embedded_ids:
         raise IncompatibleDrafterError(
@@ -112,14 +110,15 @@ def check_embedding_rows(files: HeadFiles, num_embedded_ids: int, num_tokenizer_
 
 
 def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
-    """Return whether a tensor is known to be unused by the head.
+    """Return whether a tensor is one that heads are known to contain but not to use.
 
     speculators files contain copies of target tensors (`verifier_*`). Files in vLLM's format contain norms that the config turns off.
     SpecForge files may contain a final norm that is not applied.
     """
-    if name == LAST_NORM and has_final_norm_disabled(files, config_fields(files)):
+    if name == LAST_NORM_TENSOR and has_final_norm_disabled(files, config_fields(files)):
         return True
-    return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and has_nested_config(files))
+    disabled = (FIRST_NORM_TENSOR, LAST_NORM_TENSOR) if files.kind is HeadKind.EAGLE and has_nested_config(files) else ()
+    return name.startswith("verifier_") or name in disabled
 
 
 def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
@@ -131,14 +130,14 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
         for name in (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"):
             required[name] = required[name][0], 2 * hidden
     if not (config.has_input_norm if is_eagle1 else config.has_embedding_norm):
-        del required[FIRST_NORM]
+        del required[FIRST_NORM_TENSOR]
     if is_eagle1 or config.has_fc:
         required["fc.weight"], optional["fc.bias"] = (hidden, 2 * hidden if is_eagle1 else width), (hidden,)
     norms = {
         "embedding_layernorm.weight": is_eagle1 and config.has_embedding_norm,
         "hidden_states_layernorm.weight": config.has_feature_norm,
         "layers.0.hidden_norm.weight": not is_eagle1,
-        LAST_NORM: config.has_final_norm,
+        LAST_NORM_TENSOR: config.has_final_norm,
     }
     required |= {name: (hidden,) for name, is_used in norms.items() if is_used}
     if config.has_concat_norm:
@@ -158,13 +157,13 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     return names, required, optional
 
 
-def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64], order: NDArray[np.int64]) -> Tensor:
-    """Return the lm_head rows of a draft vocabulary (`read_token_map`), of a matrix with a row for each of its ids or for all ids."""
+def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64], row_order: NDArray[np.int64]) -> Tensor:
+    """Return lm_head rows of draft ids, in the order of `ids` (`read_token_map`). The file has rows of these ids only, or of all ids."""
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids[-1]):
         raise CheckpointError(
             f"{files.path}: token_map has {len(ids)} ids for {lm_head.shape[0]} rows of lm_head.weight; download it again"
         )
-    rows = order if lm_head.shape[0] == len(ids) else ids
+    rows = row_order if lm_head.shape[0] == len(ids) else ids
     return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1]))
 
 
@@ -181,14 +180,14 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
     if file.metadata.get("general.architecture") != _GGUF_ARCHITECTURE:
         return None
     config = _read_gguf_config(file)
-    tensors, quantised = gguf_tensors({_canonical_name(name): _tensor_source(tensor, config) for name, tensor in file.tensors.items()})
-    return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,), quantised)
+    tensors, quantized = gguf_tensors({_canonical_name(name): _tensor_source(tensor, config) for name, tensor in file.tensors.items()})
+    return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,), quantized)
 
 
 def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the GGUF metadata as fields of a config.json."""
     values: dict[str, Any] = {"general.architecture": _GGUF_ARCHITECTURE}
-    for key, name in _GGUF_CONFIG_KEYS.items():
+    for key, name in _CONFIG_FIELD_BY_GGUF_KEY.items():
         value = file.metadata.get(f"{_GGUF_ARCHITECTURE}.{key}")
         if value is not None:
             values[name] = list(value) if key == "extract_layers" and isinstance(value, Sequence) else value
@@ -202,19 +201,19 @@ def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
 def _canonical_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem:
-        return name  # the name d2t has no suffix
+        return name  # such as d2t
     if stem.startswith("blk."):
         layer, _, part = stem.removeprefix("blk.").partition(".")
-        return f"layers.{layer}.{_GGUF_LAYER_TENSOR_NAMES.get(part, part)}.{kind}"
+        return f"layers.{layer}.{_GGUF_LAYER_MODULE_NAMES.get(part, part)}.{kind}"
     return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
 
 
-def _tensor_source(stored: GgufTensor, config: dict[str, Any]) -> TensorSource:
-    """Return where a tensor is stored. The rows of query and key projections are interleaved."""
-    part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
+def _tensor_source(tensor: GgufTensor, config: dict[str, Any]) -> TensorSource:
+    """Return a tensor with the order in which to read its rows: query and key rows are interleaved in GGUF files."""
+    part = tensor.name.rsplit(".", 2)[-2] if "." in tensor.name else ""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
     num_heads = heads.get(part)
-    if not isinstance(num_heads, int) or num_heads < 1 or stored.shape[0] % (2 * num_heads):  # wrong numbers are refused with the config
-        return TensorSource(stored, stored.shape)
-    size = stored.shape[0] // num_heads
-    return TensorSource(stored, stored.shape, row_order=partial(half_split_order, stored.shape[0], size, size))
+    if not isinstance(num_heads, int) or num_heads < 1 or tensor.shape[0] % (2 * num_heads):  # an invalid config is rejected later
+        return TensorSource(tensor, tensor.shape)
+    size = tensor.shape[0] // num_heads
+    return TensorSource(tensor, tensor.shape, row_order=partial(half_split_order, tensor.shape[0], size, size))

@@ -25,14 +25,14 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig, QKNorm, share_equal_layers
 from paceline.models.rope_config import RopeType
 
-EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
-DEFAULT_MAX_POSITIONS = 2048  # assumed context length of a head whose config does not state it
+EAGLE_HEAD_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
+DEFAULT_MAX_POSITIONS = 2048  # context length of a head whose config has none
 BOUNDARIES_KEY = "eagle_aux_hidden_state_layer_ids"
-FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
-_FC_INPUT_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-_LAYER_TYPES = ("llama", "qwen3")  # model types of decoder layers that are supported in EAGLE-3 heads
-_EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FIRST_NORM_TENSOR, LAST_NORM_TENSOR = "layers.0.input_layernorm.weight", "norm.weight"
+_FC_INPUT_NORM_TENSORS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
+_LAYER_MODEL_TYPES = ("llama", "qwen3")  # model types of decoder layers that are supported in EAGLE-3 heads
+_EAGLE1_LAYER_MODEL_TYPES = (*_LAYER_MODEL_TYPES, "qwen2", "mistral")
+_LAYER_TYPES = _SLIDING_ATTENTION, _FULL_ATTENTION = "sliding_attention", "full_attention"
 TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc.",
     "embed_layernorm.": "embedding_layernorm.", "enorm.": "embedding_layernorm.",
@@ -51,7 +51,7 @@ class EagleConfig(RecurrentHeadConfig):
     has_feature_norm: bool = False  # EAGLE-1: the feature is normalised before `fc`
     has_input_norm: bool = False  # EAGLE-1: the input of the first attention is normalised
     has_concat_norm: bool = False  # EAGLE-3: the concatenated hidden states of the layer boundaries are normalised before `fc`
-    has_boundary_norms: bool = False  # EAGLE-3: each of these hidden states is normalised on its own before `fc`
+    has_boundary_norms: bool = False  # EAGLE-3: the hidden states of the layer boundaries are normalised separately before `fc`
     norm_before_residual: bool = False  # EAGLE-3: the first layer's residual is the normalised feature
     has_final_norm: bool = False  # the hidden state is normalised before the lm_head
     has_fc_bias: bool = True  # whether the bias of `fc` is added, if the file has one
@@ -73,24 +73,22 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
         CheckpointError: the config lacks a size or has an invalid value.
         IncompatibleDrafterError: the head is not supported, or was made for another target.
     """
-    if files.kind not in EAGLE_KINDS:
+    if files.kind not in EAGLE_HEAD_KINDS:
         raise IncompatibleDrafterError(f"{files.path} is a {files.kind.value} head, not an EAGLE one; name its method's drafter")
     files, options = files.with_canonical_names(TENSOR_NAME_ALIASES), options or HeadOptions()
     fields = config_fields(files)
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
         raise IncompatibleDrafterError(f"{fields.path}: logit_scale = {scale}: heads that scale logits cannot be used")
-    layers = _read_decoder_config(files, fields)
+    layers = _read_decoder_layers(files, fields)
     if options.rope_theta is not None:
         rope = replace(layers.attention.rope, theta=options.rope_theta)
         layers = layers.map_attention(lambda attention: replace(attention, rope=rope))
-    config = (
-        _eagle1_config(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3_config(files, fields, layers, target, options)
-    )
+    config = _read_eagle1(files, fields, layers) if files.kind is HeadKind.EAGLE else _read_eagle3(files, fields, layers, target, options)
     if options.normed_recurrence is not None and files.kind is not HeadKind.PEAGLE:
         config = replace(config, normed_recurrence=options.normed_recurrence)
     for rows in (None, *_vocab_row_counts(files, config)):
-        check_target_sizes(files, target, hidden_size=config.target_hidden_size, vocab_rows=rows)
+        check_target_sizes(files, target, hidden_size=config.target_hidden_size, num_vocab_rows=rows)
     if not config.has_fc and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
             f"{files.path} takes the target's features of {target.hidden_size} values as they are, its own size is "
@@ -105,30 +103,30 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
 
 
 def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
-    """Return the drafter options that the head's files leave open, each with the values to try instead of the default.
+    """Return the drafter options that the head's files do not determine, each with the values to try instead of the default.
 
     Some training code numbers layer outputs where inference code numbers layer inputs, so layer boundaries may be off by one. The reference
     training code ignores `rope_theta`. The defaults of the other options differ between training codes.
     """
     fields = config_fields(files)
-    found: list[tuple[str, list[object]]] = []
+    options: list[tuple[str, list[object]]] = []
     if shifted := [
         ids for shift in (1, -1) if _are_valid_boundaries(ids := tuple(b + shift for b in config.layer_boundaries), target.num_layers)
     ]:
-        found.append(("boundaries", [*shifted]))
+        options.append(("boundaries", [*shifted]))
     if not config.is_eagle1 and fields.values.get("norm_before_residual") is None:
-        found.append(("norm_before_residual", [not config.norm_before_residual]))
+        options.append(("norm_before_residual", [not config.norm_before_residual]))
     if config.layers.attention.rope.theta != 10000.0 and not files.is_speculators:
-        found.append(("rope_theta", [10000.0]))
+        options.append(("rope_theta", [10000.0]))
     if has_final_norm_disabled(files, fields):
-        found.append(("final_norm", [not config.has_final_norm]))
+        options.append(("final_norm", [not config.has_final_norm]))
     elif (
         config.has_final_norm
         and config.kind is not HeadKind.PEAGLE
         and not (files.is_speculators and fields.values.get("norm_output") is not None)
     ):
-        found.append(("normed_recurrence", [not config.normed_recurrence]))
-    return found
+        options.append(("normed_recurrence", [not config.normed_recurrence]))
+    return options
 
 
 def has_nested_config(files: HeadFiles) -> bool:
@@ -157,16 +155,16 @@ def config_fields(files: HeadFiles) -> JsonFields:
 
 
 def has_final_norm_disabled(files: HeadFiles, fields: JsonFields) -> bool:
-    """Return whether `norm_output` is false and turns the final norm off. In speculators files it concerns the predicted feature only."""
+    """Return whether `norm_output` is false and turns the final norm off. In speculators files it applies to the predicted feature only."""
     return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
 
 
 def _text_rope_parameters(values: object) -> object:
-    """Choose the rope parameters of text: those of sliding layers if given by layer type, as speculators does; mrope becomes plain rope."""
+    """Choose the rope parameters of text: if given by layer type, those of sliding layers; mrope becomes plain rope."""
     if not isinstance(values, Mapping):
         return values
-    own = values.get("sliding_attention")
-    values = own if isinstance(own, Mapping) else values
+    sliding = values.get("sliding_attention")
+    values = sliding if isinstance(sliding, Mapping) else values
     if values.get("rope_type", values.get("type")) != "mrope":
         return values
     return {"rope_theta": values["rope_theta"]} if "rope_theta" in values else None
@@ -179,10 +177,10 @@ def _vocab_row_counts(files: HeadFiles, config: EagleConfig) -> list[int]:
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * has_whole_vocab
 
 
-def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
+def _read_eagle1(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
     """Read the configuration of an EAGLE-1, EAGLE-2 or HASS head. The norms depend on the format of the files."""
     has_embedding_norm, has_feature_norm, has_input_norm, has_final_norm = (
-        name in files.tensors for name in (*_FC_INPUT_NORMS, FIRST_NORM, LAST_NORM)
+        name in files.tensors for name in (*_FC_INPUT_NORM_TENSORS, FIRST_NORM_TENSOR, LAST_NORM_TENSOR)
     )
     normed_recurrence = False
     if files.is_speculators:
@@ -211,46 +209,46 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
     )
 
 
-def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
+def _read_eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
     nested = files.config.get("eagle_config")
-    switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
-    if switches.flag("use_mtp_layernorm", default=False) or switches.integer("parallel_draft_step", 1) > 1:
+    nested_fields = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
+    if nested_fields.flag("use_mtp_layernorm", default=False) or nested_fields.integer("parallel_draft_step", 1) > 1:
         raise IncompatibleDrafterError(f"{fields.path}: heads with use_mtp_layernorm or parallel_draft_step > 1 are not supported")
     fc, lm_head = files.matrix_shape("fc.weight"), files.matrix_shape("lm_head.weight")
-    has_fc = switches.flag("use_aux_hidden_state", default=True) or fc is not None
+    has_fc = nested_fields.flag("use_aux_hidden_state", default=True) or fc is not None
     target_hidden_size = fields.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
     if fc is not None and fc[1] % target_hidden_size:
         raise IncompatibleDrafterError(
-            f"{files.path}: fc.weight takes {fc[1]} values, which are no whole number of the target's features of {target_hidden_size}: "
+            f"{files.path}: fc.weight has {fc[1]} columns, expected a multiple of the target's hidden size {target_hidden_size}: "
             "the head was made for another model"
         )
-    count = fc[1] // target_hidden_size if fc is not None else fields.integer("num_aux_hidden_states", 3)
+    num_boundaries = fc[1] // target_hidden_size if fc is not None else fields.integer("num_aux_hidden_states", 3)
     vocab_size = fields.integer("draft_vocab_size", layers.vocab_size, null=layers.vocab_size) if lm_head is None else lm_head[0]
     norm_before_residual, final_norm = options.norm_before_residual, options.final_norm
     if norm_before_residual is None:
         norm_before_residual = fields.flag("norm_before_residual", default=False)
     if final_norm is None:
-        final_norm = switches.flag("use_last_layernorm", default=True) and not has_final_norm_disabled(files, fields)
+        final_norm = nested_fields.flag("use_last_layernorm", default=True) and not has_final_norm_disabled(files, fields)
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=vocab_size),
         target_hidden_size=target_hidden_size,
-        layer_boundaries=_read_layer_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
+        layer_boundaries=_read_layer_boundaries(files, nested_fields, fields, num_boundaries, target.num_layers, options) if has_fc else (),
         has_fc=has_fc,
         has_concat_norm=fields.flag("norm_before_fc", default=False) or "input_norm.weight" in files.tensors,
         has_boundary_norms=fields.flag("fc_norm", default=False) or "fc_norm.0.weight" in files.tensors,
-        has_embedding_norm=switches.flag("use_input_layernorm_in_first_layer", default=True),
+        has_embedding_norm=nested_fields.flag("use_input_layernorm_in_first_layer", default=True),
         norm_before_residual=norm_before_residual,
         has_final_norm=final_norm,
         normed_recurrence=files.is_speculators and fields.flag("norm_output", default=False),
         has_own_embedding="embed_tokens.weight" in files.tensors,
         has_own_lm_head=lm_head is not None,
-        mask_token_id=_mask_token_id(files, fields, options) if files.kind is HeadKind.PEAGLE else None,
+        mask_token_id=_read_mask_token_id(files, fields, options) if files.kind is HeadKind.PEAGLE else None,
     )
 
 
 def _read_layer_boundaries(
-    files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int, options: HeadOptions
+    files: HeadFiles, nested: JsonFields, fields: JsonFields, num_boundaries: int, num_layers: int, options: HeadOptions
 ) -> tuple[int, ...]:
     """Return the layer boundaries whose hidden states a head reads, ascending; boundary b is the input of layer b.
 
@@ -271,22 +269,22 @@ def _read_layer_boundaries(
         source, ids = "the default", [2, num_layers // 2, num_layers - 3]
     elif ids[0] == 1 and not {"speculators_model_type", "general.architecture"} & files.config.keys():
         ids = [layer + 1 for layer in ids]
-    if len(ids) != count or not _are_valid_boundaries(tuple(ids), num_layers):
+    if len(ids) != num_boundaries or not _are_valid_boundaries(tuple(ids), num_layers):
         raise IncompatibleDrafterError(
-            f"{files.path} reads {count} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
+            f"{files.path} reads {num_boundaries} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
             f"the head was made for another model, or its config.json needs {BOUNDARIES_KEY!r}; "
-            f"--drafter-options boundaries=… names {count} different ones from 0 to {num_layers}"
+            f"--drafter-options boundaries=… names {num_boundaries} different ones from 0 to {num_layers}"
         )
     return tuple(ids)
 
 
 def _are_valid_boundaries(layer_boundaries: tuple[int, ...], num_layers: int) -> bool:
-    """Return whether the layers whose inputs a head reads are in ascending order and exist in a target of `num_layers`; False if empty."""
+    """Return whether boundaries ascend and exist in a target of `num_layers` layers; False if there are none."""
     ascend = all(below < above for below, above in pairwise(layer_boundaries))
     return bool(layer_boundaries) and ascend and layer_boundaries[0] >= 0 and layer_boundaries[-1] <= num_layers
 
 
-def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -> int:
+def _read_mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -> int:
     """Return the mask token of a P-EAGLE head; vLLM, speculators and Automodel have different names for the config field."""
     if options.mask_token_id is not None:
         return options.mask_token_id
@@ -300,9 +298,9 @@ def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -
     )
 
 
-def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
+def _read_decoder_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     """Return the sizes of the head's decoder layers."""
-    _check_family(files, fields)
+    _check_model_type(files, fields)
     builder = LayerBuilder(_with_sizes_of_tensors(files, fields), replace(FAMILIES["llama"], has_partial_rope=files.is_speculators))
     rope = builder.rope.for_context(None)
     if rope.type is RopeType.DEFAULT:  # speculators ignores `partial_rotary_factor` unless the rotary embedding is scaled
@@ -324,7 +322,7 @@ def _read_decoder_config(files: HeadFiles, fields: JsonFields) -> ModelConfig:
 
 
 def _with_sizes_of_tensors(files: HeadFiles, fields: JsonFields) -> JsonFields:
-    """Return the fields with the sizes of the first layer's tensors, which have priority, and the number of layers in the file."""
+    """Return the fields with sizes replaced by those of the first layer's tensors, and with the number of layers in the file."""
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     query, key, gate = (files.matrix_shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     head_size = fields.integer("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
@@ -340,32 +338,32 @@ def _with_sizes_of_tensors(files: HeadFiles, fields: JsonFields) -> JsonFields:
     return JsonFields(values, fields.path)
 
 
-def _check_family(files: HeadFiles, fields: JsonFields) -> None:
-    """Check that the head's `model_type` is supported. Only the formats of speculators and vLLM have it; in others it is the target's."""
+def _check_model_type(files: HeadFiles, fields: JsonFields) -> None:
+    """Check that the head's `model_type` is supported. In formats other than speculators' and vLLM's, it is the target's."""
     if not files.is_speculators and not has_nested_config(files):
         return
-    family = fields.values["model_type"]
-    supported = _EAGLE1_LAYER_TYPES if files.kind is HeadKind.EAGLE else _LAYER_TYPES
-    if family is not None and family not in supported:
+    model_type = fields.values["model_type"]
+    supported = _EAGLE1_LAYER_MODEL_TYPES if files.kind is HeadKind.EAGLE else _LAYER_MODEL_TYPES
+    if model_type is not None and model_type not in supported:
         raise IncompatibleDrafterError(
-            f"{fields.path}: its layers are those of {family!r}; {files.kind.value} heads with layers of {', '.join(supported)} can be used"
+            f"{fields.path}: its layers are {model_type!r}; {files.kind.value} heads with layers of {', '.join(supported)} can be used"
         )
 
 
 def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
-    """Return the attention window of each layer; None = full attention. The config's `layer_types` may be longer than the head."""
+    """Return the attention window of each layer; None = full attention. The config may list more `layer_types` than the head has."""
     is_qwen = str(fields.values["model_type"]).startswith("qwen")
     if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
         return [None] * num_layers
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
+    types = fields.values.get("layer_types")
+    if types is None:
         first = fields.number("max_window_layers", 28) if is_qwen else num_layers
         is_sliding = [layer >= first for layer in range(num_layers)]
-    elif isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in kinds[:num_layers]):
-        is_sliding = [kind == _SLIDING for kind in kinds[:num_layers]]
+    elif isinstance(types, list) and len(types) >= num_layers and all(kind in _LAYER_TYPES for kind in types[:num_layers]):
+        is_sliding = [kind == _SLIDING_ATTENTION for kind in types[:num_layers]]
     else:
         raise CheckpointError(
-            f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+            f"{fields.path}: layer_types = {str(types)[:80]}, expected {' or '.join(_LAYER_TYPES)} for each of {num_layers} layers"
         )
     window = fields.integer("sliding_window") if any(is_sliding) else None
     return [window if is_local else None for is_local in is_sliding]

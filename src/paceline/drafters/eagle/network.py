@@ -43,9 +43,9 @@ def open_eagle_head(
 
 
 def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
-    """Return the network for feature pairs whose features the target computed. Without layer boundaries, the head may have predicted them.
+    """Return the network for features that the target computed; without layer boundaries, also for those that the head predicted.
 
-    Its inputs are `embedding` and the features: one input `boundary.0`, … per layer boundary if the head reads several, else `feature`.
+    Its inputs are `embedding` and the features: `boundary.0`, … if the head reads layer boundaries, else `feature`.
 
     Args:
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
@@ -84,7 +84,7 @@ def _run_layers(ops: Ops[Value], config: EagleConfig, feature: Value, soft_cap: 
 def _eagle1_first_layer(ops: Ops[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """Compose the first layer of EAGLE-1: `fc` mixes [embedding, feature] into the layer's input (arXiv:2401.15077, section 4.1).
 
-    The paper's head normalises neither embedding nor feature nor the layer's input. Heads of other training code may.
+    The paper's head normalises neither embedding nor feature nor the layer's input. Heads of other training code may normalise them.
     """
     if config.has_embedding_norm:
         embedding = ops.rms_norm(embedding, "embedding_norm")

@@ -1,7 +1,7 @@
 """Configuration and weights of a Gemma 4 assistant, from a directory or a GGUF file.
 
-GGUF converters differ: llama.cpp's names the projections `nextn.*` and drops the clusters of the vocabulary; others name them `mtp.*` and
-keep the clusters. So tensors that belong to no layer are found by the ends of their names, or else by their shapes.
+llama.cpp's GGUF converter names the projections `nextn.*` and drops the clusters of the vocabulary; other converters name the projections
+`mtp.*` and keep the clusters. So tensors outside of layers are found by the ends of their names, or else by their shapes.
 """
 
 import re
@@ -29,7 +29,7 @@ from paceline.models.layers import AttentionConfig, LayerConfig
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import Weights
 
-_FAMILIES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+_FAMILY_BY_MODEL_TYPE = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _DEFAULT_TARGET_HIDDEN_SIZE = 1536
 _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
 
@@ -44,16 +44,14 @@ class VocabularyClusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    """Configuration of an assistant."""
-
     layers: ModelConfig  # sizes of its decoder layers; each of them attends to the keys and values of one target layer
-    target_hidden_size: int  # hidden size of the target
-    clusters: VocabularyClusters | None  # None = there are no clusters, and logits of all tokens are computed
+    target_hidden_size: int
+    clusters: VocabularyClusters | None  # None = no clusters: logits of all tokens are computed
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
     """Return whether the files hold an assistant for models of the target's family and hidden size."""
-    is_assistant = files.kind is HeadKind.GEMMA4_ASSISTANT and target.family in _FAMILIES.values()
+    is_assistant = files.kind is HeadKind.GEMMA4_ASSISTANT and target.family in _FAMILY_BY_MODEL_TYPE.values()
     return is_assistant and files.config.get("backbone_hidden_size", _DEFAULT_TARGET_HIDDEN_SIZE) == target.hidden_size
 
 
@@ -64,16 +62,16 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
         CheckpointError: a config value is missing, invalid or not supported.
         IncompatibleDrafterError: the assistant was made for another target.
     """
-    if target.family not in _FAMILIES.values():
+    if target.family not in _FAMILY_BY_MODEL_TYPE.values():
         raise IncompatibleDrafterError(f"{files.path} is an assistant of Gemma 4, and the target is a {target.family}: use another drafter")
     path, values, text = files.config_path, files.config, files.config.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{path}: text_config = {shortened(text)}, expected the values of the assistant's layers")
-    family = FAMILIES[_FAMILIES.get(str(values.get("model_type")), "gemma4_text")]
+    family = FAMILIES[_FAMILY_BY_MODEL_TYPE.get(str(values.get("model_type")), "gemma4_text")]
     fields = JsonFields({**family.defaults, "hidden_size_per_layer_input": 0, **text}, path)
     top_fields = JsonFields(values, path)
     vocab_size, target_hidden_size = fields.integer("vocab_size"), top_fields.integer("backbone_hidden_size", _DEFAULT_TARGET_HIDDEN_SIZE)
-    check_target_sizes(files, target, hidden_size=target_hidden_size, vocab_rows=vocab_size)
+    check_target_sizes(files, target, hidden_size=target_hidden_size, num_vocab_rows=vocab_size)
     layers = _read_layers(files, LayerBuilder(fields, family), target)
     config = ModelConfig(
         family=family.name,
@@ -117,7 +115,7 @@ def _last_cached_layers(target: ModelConfig) -> dict[bool, int]:
 def _with_kv_of_target_layer(files: HeadFiles, builder: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
     """Return an assistant's layer with the number of key heads and the window of the target layer whose cache it reads.
 
-    A draft row has no key of its own. The target's window of w positions includes the row itself, so w - 1 cached positions are left.
+    A draft row has no key of its own: of the target's window of w positions, which includes the row itself, it attends to w - 1.
     """
     mixer, kv_layer = layer.attention, layer.attention.kv_layer or 0
     shared: AttentionConfig = target.layers[kv_layer].attention
@@ -140,22 +138,22 @@ def _read_clusters(fields: JsonFields, vocab_size: int) -> VocabularyClusters | 
     count, top_k = fields.integer("num_centroids", 2048), fields.integer("centroid_intermediate_top_k", 32)
     if vocab_size % count or top_k > count:
         raise CheckpointError(
-            f"{fields.path}: num_centroids = {count} with centroid_intermediate_top_k = {top_k} of {vocab_size} tokens: expected a "
-            "divisor of these, and no more than it"
+            f"{fields.path}: num_centroids = {count} with centroid_intermediate_top_k = {top_k} of {vocab_size} tokens: "
+            "expected a divisor of the number of tokens, and a top k of at most num_centroids"
         )
     return VocabularyClusters(count, top_k)
 
 
-_PRE, _POST, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
+_PRE_PROJECTION, _POST_PROJECTION, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
 _GGUF_TENSOR_NAMES = {
-    _PRE: "nextn.pre_projection.weight",
-    _POST: "nextn.post_projection.weight",
+    _PRE_PROJECTION: "nextn.pre_projection.weight",
+    _POST_PROJECTION: "nextn.post_projection.weight",
     _CENTROIDS: "masked_embd_centroids.weight",
     _ORDERING: "masked_embd_ordering",
 }
 _EMBEDDING, _LM_HEAD_TENSOR = "token_embd.weight", "output.weight"
 _KNOWN_TENSORS = (_EMBEDDING, _LM_HEAD_TENSOR, "output_norm.weight", *ROPE_TENSORS)
-_DEFAULT_TOP_K = 32
+_DEFAULT_NUM_TOP_CLUSTERS = 32
 
 
 def open_gguf_assistant(path: Path) -> HeadFiles | None:
@@ -175,8 +173,8 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
     names = _find_tensor_names(file, text["vocab_size"], text["hidden_size"], target_hidden_size)
     is_clustered = file.metadata.get(f"{architecture}.use_ordered_embeddings")
     is_clustered = (_CENTROIDS in names or _ORDERING in names) if is_clustered is None else is_clustered
-    parts = tuple(_GGUF_TENSOR_NAMES) if is_clustered else (_PRE, _POST)
-    if missing := [_GGUF_TENSOR_NAMES[part] for part in parts if part not in names]:
+    modules = tuple(_GGUF_TENSOR_NAMES) if is_clustered else (_PRE_PROJECTION, _POST_PROJECTION)
+    if missing := [_GGUF_TENSOR_NAMES[module] for module in modules if module not in names]:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)}: the assistant is incomplete; download the file again")
     config = {
         "general.architecture": architecture,
@@ -188,13 +186,13 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
     if is_clustered:
         count = next(iter(file.tensors[names[_CENTROIDS]].shape), 0)
         top_k = file.metadata.get(f"{architecture}.centroid_top_k")
-        config |= {"num_centroids": count, "centroid_intermediate_top_k": min(_DEFAULT_TOP_K, count) if top_k is None else top_k}
+        config |= {"num_centroids": count, "centroid_intermediate_top_k": min(_DEFAULT_NUM_TOP_CLUSTERS, count) if top_k is None else top_k}
     tensors, _ = gguf_tensors({name: TensorSource(file.tensors[name], file.tensors[name].shape) for name in names.values()})
     return HeadFiles(path, config, tensors, HeadKind.GEMMA4_ASSISTANT, split_parts(path))
 
 
 def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads: int) -> tuple[GgufWeights, str]:
-    """Return the weights of an assistant, and the name in the file of its token ordering; empty without clusters.
+    """Return the weights of an assistant, and the name in the file of its token ordering, "" without clusters.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of the wrong shape, or of a type that cannot be read.
@@ -202,8 +200,8 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
     file, layers, size = open_gguf(files.path), config.layers, config.target_hidden_size
     names = _find_tensor_names(file, layers.vocab_size, layers.hidden_size, size)
     tensors = {
-        "pre_projection.weight": (names[_PRE], (layers.hidden_size, 2 * size)),
-        "post_projection.weight": (names[_POST], (size, layers.hidden_size)),
+        "pre_projection.weight": (names[_PRE_PROJECTION], (layers.hidden_size, 2 * size)),
+        "post_projection.weight": (names[_POST_PROJECTION], (size, layers.hidden_size)),
     }
     if config.clusters is not None:
         tensors["centroids.weight"] = names[_CENTROIDS], (config.clusters.num_clusters, layers.hidden_size)
@@ -218,7 +216,7 @@ def _read_target_hidden_size(file: GgufFile) -> int:
     architecture = file.metadata["general.architecture"]
     keys = [f"{architecture}.{key}" for key in ("embedding_length_out", "n_embd_backbone")]
     size = next((file.metadata[key] for key in keys if key in file.metadata), None)
-    projection = next((tensor for name, tensor in file.tensors.items() if _is_name_of_part(name, _PRE)), None)
+    projection = next((tensor for name, tensor in file.tensors.items() if _is_tensor_of_module(name, _PRE_PROJECTION)), None)
     if size is None and projection is not None and len(projection.shape) == 2:
         return projection.shape[1] // 2
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 2**31:
@@ -227,31 +225,31 @@ def _read_target_hidden_size(file: GgufFile) -> int:
 
 
 def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target_hidden_size: int) -> Mapping[str, str]:
-    """Return the names in the file of the tensors that belong to no layer, by our names; missing ones are left out."""
-    found = {part: name for part in _GGUF_TENSOR_NAMES for name in file.tensors if _is_name_of_part(name, part)}
-    shapes: dict[str, tuple[int | None, ...]] = {  # a tensor whose shape fits several parts is assigned to the first of them
-        _PRE: (hidden_size, 2 * target_hidden_size),
-        _POST: (target_hidden_size, hidden_size),
+    """Return the names in the file of the tensors that belong to no layer, by our names, without those that the file lacks."""
+    names = {module: name for module in _GGUF_TENSOR_NAMES for name in file.tensors if _is_tensor_of_module(name, module)}
+    shapes: dict[str, tuple[int | None, ...]] = {  # a tensor whose shape fits several modules is assigned to the first of them
+        _PRE_PROJECTION: (hidden_size, 2 * target_hidden_size),
+        _POST_PROJECTION: (target_hidden_size, hidden_size),
         _ORDERING: (vocab_size,),
         _CENTROIDS: (None, hidden_size),
     }
-    unassigned = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_KNOWN_TENSORS, *found.values())]
-    for part, shape in shapes.items():
+    unassigned = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_KNOWN_TENSORS, *names.values())]
+    for module, shape in shapes.items():
         sizes = {name: file.tensors[name].shape for name in unassigned if len(file.tensors[name].shape) == len(shape)}
-        matching = [name for name in sizes if all(wanted in (None, size) for size, wanted in zip(sizes[name], shape, strict=True))]
-        if part not in found and len(matching) == 1:
-            found[part] = matching[0]
+        matching = [name for name in sizes if all(expected in (None, size) for size, expected in zip(sizes[name], shape, strict=True))]
+        if module not in names and len(matching) == 1:
+            names[module] = matching[0]
             unassigned.remove(matching[0])
-    return found
+    return names
 
 
-def _is_name_of_part(name: str, part: str) -> bool:
-    return name.removesuffix(".weight").endswith(part)
+def _is_tensor_of_module(name: str, module: str) -> bool:
+    return name.removesuffix(".weight").endswith(module)
 
 
 _TOKEN_ORDERING = "masked_embedding.token_ordering"
 _LM_HEAD = "lm_head.weight"
-_UNUSED_TENSORS = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
+_UNUSED_TENSOR = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,18 +287,18 @@ def _load_from_directory(files: HeadFiles, config: AssistantConfig) -> Assistant
     names = {name: file_name.removeprefix("model.") for name, file_name in checkpoint_names(layers).items()}
     shapes |= {"pre_projection.weight": (layers.hidden_size, 2 * size), "post_projection.weight": (size, layers.hidden_size)}
     names |= {name: name for name in ("pre_projection.weight", "post_projection.weight")}
-    needed: dict[str, tuple[int, ...]] = {}
+    ordering_shape: dict[str, tuple[int, ...]] = {}
     if config.clusters is not None:
         shapes["centroids.weight"] = (config.clusters.num_clusters, layers.hidden_size)
         names["centroids.weight"] = "masked_embedding.centroids.weight"
-        needed[_TOKEN_ORDERING] = (layers.vocab_size,)
+        ordering_shape[_TOKEN_ORDERING] = (layers.vocab_size,)
     if _LM_HEAD in files.tensors:  # the lm_head is equal to embed_tokens, which the file may lack
         names["embedding.weight"] = _LM_HEAD
-    files.check_shapes({names[name]: shape for name, shape in shapes.items()} | needed)
-    known = {*names.values(), *needed, "embed_tokens.weight"}
-    files.check_all_used(known, ignored=lambda name: _UNUSED_TENSORS.fullmatch(name) is not None or name.startswith("masked_embedding."))
+    files.check_shapes({names[name]: shape for name, shape in shapes.items()} | ordering_shape)
+    used = {*names.values(), *ordering_shape, "embed_tokens.weight"}
+    files.check_all_used(used, ignored=lambda name: _UNUSED_TENSOR.fullmatch(name) is not None or name.startswith("masked_embedding."))
     weights = Weights({name: files.weight(file_name) for name, file_name in names.items()})
-    return Assistant(config, weights, _read_token_ordering(files, _TOKEN_ORDERING, layers.vocab_size) if needed else None)
+    return Assistant(config, weights, _read_token_ordering(files, _TOKEN_ORDERING, layers.vocab_size) if ordering_shape else None)
 
 
 def _read_token_ordering(files: HeadFiles, name: str, vocab_size: int) -> NDArray[np.int64]:

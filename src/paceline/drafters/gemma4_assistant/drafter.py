@@ -17,7 +17,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_sampling
 from paceline.drafters.target import LoadedTarget
 from paceline.runtimes.base import ForwardOutput, split_into_passes
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, LastHiddenStates
@@ -44,11 +44,11 @@ class AssistantDrafter(Drafter):
         self._features = LastHiddenStates()
         self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
         self.traits = DrafterTraits(self._description())
-        self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
+        self._summary_options = None if config.clusters is not None else self._sampler.summary_options(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        for one in rows:
-            self._features.observe(one)
+        for committed in rows:
+            self._features.observe(committed)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
@@ -63,12 +63,12 @@ class AssistantDrafter(Drafter):
 
     def _description(self) -> str:
         config = self._network.assistant.config
-        parts = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
+        details = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
         if config.clusters is not None:
-            parts.append(f"{config.clusters.top_k} of {config.clusters.num_clusters} clusters of tokens")
+            details.append(f"{config.clusters.top_k} of {config.clusters.num_clusters} clusters of tokens")
         if self._tree_width > 1:
-            parts.append(f"trees {self._tree_width} wide")
-        return f"{self.name} ({', '.join(parts)})"
+            details.append(f"trees {self._tree_width} wide")
+        return f"{self.name} ({', '.join(details)})"
 
     def _can_draft(self, draft: GrowingDraft) -> bool:
         """Return whether the target has run all tokens before the last one, and the last hidden state has been received."""
@@ -79,14 +79,15 @@ class AssistantDrafter(Drafter):
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
             levels = [self._frontier_input(draft) for draft in active]
-            output = self._network.forward(levels, self._ranking, None if self._ranking is None else frontier_noise_draws(active))
+            sampling = None if self._summary_options is None else frontier_sampling(active)
+            output = self._network.forward(levels, self._summary_options, sampling)
             features, first = np.array(output.results[FEATURE]), 0
-            ranked = output.summaries if self._ranking is not None else []
+            summaries = output.summaries if self._summary_options is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
                 rows = list(enumerate(draft.frontier, first))
-                if ranked:
-                    drafted = [draft.sample(self._sampler, node, output, row, ranked) for row, node in rows]
+                if summaries:
+                    drafted = [draft.sample(self._sampler, node, output, row, summaries) for row, node in rows]
                 else:
                     drafted = [self._sample_from_clusters(draft, node, output, row) for row, node in rows]
                 draft.add_level(drafted, features[first:last])

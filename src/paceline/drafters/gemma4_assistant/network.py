@@ -32,7 +32,7 @@ class TreeLevelInput:
 
 
 class AssistantNetwork:
-    """Runs an assistant. It has no KV cache of its own: all that it keeps of earlier draft tokens is in the features.
+    """Runs an assistant. It has no KV cache of its own: features contain all that it keeps of earlier draft tokens.
 
     Args:
         target: the target, whose keys, values and scaled token embeddings are read.
@@ -42,25 +42,25 @@ class AssistantNetwork:
         self.assistant, self._target = assistant, target
         self._network = target.network_on_shared_kv(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
-    def forward(self, levels: Sequence[TreeLevelInput], ranking: SummaryOptions | None, draws: RowSampling | None) -> ForwardOutput:
+    def forward(self, levels: Sequence[TreeLevelInput], summary: SummaryOptions | None, sampling: RowSampling | None) -> ForwardOutput:
         """Run one pass over tree levels of several requests.
 
         Args:
-            ranking, draws: see `LogitsRows`.
+            summary, sampling: `LogitsRows.summary` and `LogitsRows.sampling`.
 
         Returns:
             `feature` [T, E], the input of each node's children, and `logits` [T, V]. Assistants with clusters return `states` and
             `centroids` instead of logits; see `cluster_candidates`.
         """
-        starts = [0, *accumulate(len(one.token_ids) for one in levels)]
-        token_ids = np.array([token for one in levels for token in one.token_ids], np.int32)
-        features = levels[0].features if len(levels) == 1 else np.concatenate([one.features for one in levels])
-        ranges = tuple([_row_range(one, start) for one, start in zip(levels, starts, strict=False)])
+        starts = [0, *accumulate(len(level.token_ids) for level in levels)]
+        token_ids = np.array([token for level in levels for token in level.token_ids], np.int32)
+        features = levels[0].features if len(levels) == 1 else np.concatenate([level.features for level in levels])
+        ranges = tuple([_row_range(level, start) for level, start in zip(levels, starts, strict=False)])
         # Gemma 4 gives all draft tokens the position of the last committed token
-        positions = np.repeat(np.array([one.sequence.committed_len for one in levels], np.int32), [len(one.token_ids) for one in levels])
+        positions = np.repeat(np.array([level.sequence.committed_len for level in levels], np.int32), np.diff(starts))
         inputs = {EMBEDDING: self._target.embed(token_ids), FEATURE: features}
         rows = np.arange(starts[-1], dtype=np.int32)
-        return self._network.forward(inputs, ForwardBatch(positions, ranges), LogitsRows(rows, ranking, draws))
+        return self._network.forward(inputs, ForwardBatch(positions, ranges), LogitsRows(rows, summary, sampling))
 
     def cluster_candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
         """Return the ids of all tokens in a node's most probable clusters, ascending and below `vocab_size`, and their logits."""
@@ -93,8 +93,8 @@ def _row_range(level: TreeLevelInput, start: int) -> RowRange:
     sequence, so that no block of another sequence is read.
     """
     sequence, count = level.sequence, len(level.token_ids)
-    own = sequence.block_table
-    table = np.full(blocks_for(sequence.committed_len + count, BLOCK_SIZE), own[-1], np.int32)
-    table[: len(own)] = own[: len(table)]
+    cached_blocks = sequence.block_table
+    table = np.full(blocks_for(sequence.committed_len + count, BLOCK_SIZE), cached_blocks[-1], np.int32)
+    table[: len(cached_blocks)] = cached_blocks[: len(table)]
     mask = np.zeros((count, count), np.bool_)
     return RowRange(start, count, sequence.committed_len, table, mask, 0, sequence.id)

@@ -3,7 +3,7 @@
 Head i has residual blocks j = 0 … n - 1. The formats are: (1) `{i}.{j}.linear.*` and lm_head `{i}.{n}.weight`, by the paper's code;
 (2) the same without lm_heads, where the target's lm_head is used, by TGI; (3) the tensors of (1) or (2) with the prefix `medusa_head.`, in
 the checkpoint of a whole model; (4) `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or one shared `lm_head.weight`, and optionally a
-`token_map` of target ids, by vLLM. The number of heads is that of the tensors, because configs may have wrong numbers.
+`token_map` of target ids, by vLLM. The heads are counted by their tensors, because configs may have wrong numbers.
 """
 
 import re
@@ -19,11 +19,11 @@ from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights, take_rows
 
 _NESTED_PREFIX = re.compile(r"^medusa_heads?\.")
-_INDEX = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
-_MAX_BLOCKS = 1024  # a file that numbers more blocks than this and lacks more than half of them is refused
-_PAPER_TENSORS = re.compile(rf"{_INDEX}\.{_INDEX}\.(linear\.)?(weight|bias)")
-_VLLM_BLOCKS = re.compile(rf"blocks\.{_INDEX}\.layers\.{_INDEX}\.(weight|bias)")
-_VLLM_LM_HEADS = re.compile(rf"lm_heads\.{_INDEX}\.weight")
+_INDEX_PATTERN = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
+_MAX_BLOCKS = 1024  # files that number more blocks must contain at least half of them
+_PAPER_TENSOR = re.compile(rf"{_INDEX_PATTERN}\.{_INDEX_PATTERN}\.(linear\.)?(weight|bias)")
+_VLLM_BLOCK = re.compile(rf"blocks\.{_INDEX_PATTERN}\.layers\.{_INDEX_PATTERN}\.(weight|bias)")
+_VLLM_LM_HEAD = re.compile(rf"lm_heads\.{_INDEX_PATTERN}\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MedusaHeads:
     weights: Weights  # `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`
     has_shared_lm_head: bool  # all heads use the same lm_head
     num_lm_head_rows: int  # number of rows of each lm_head
-    token_map: NDArray[np.int64] | None = None  # [rows] target id of each lm_head row, ascending; None = the index of a row is its id
+    token_map: NDArray[np.int64] | None = None  # [rows] target id of each lm_head row, ascending; None = row indices are target ids
     soft_cap: float | None = None  # the target's soft cap of logits, if the target's lm_head is used
     notices: tuple[str, ...] = ()  # messages for the user, shown at load
     has_target_lm_head: bool = False  # the heads use the target's lm_head
@@ -50,7 +50,7 @@ class _TensorNames:
     shared_lm_head: str | None  # name of the lm_head of all heads; None if the files have none
     num_heads: int
     num_blocks: int
-    patterns: tuple[str, str]  # names of blocks and of lm_heads, with {} for each index
+    patterns: tuple[str, str]  # patterns of block and lm_head names, with {} for each index
 
 
 def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor) -> MedusaHeads:
@@ -67,23 +67,24 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     weight_names = (name for (_, _, kind), name in names.blocks.items() if kind == "weight")
     _, hidden = files.matrix_shape(next(weight_names, "")) or (0, 0)
     check_target_sizes(files, target, hidden_size=hidden)
-    has_lm_heads = bool(names.lm_heads) or names.shared_lm_head is not None
+    shared = names.shared_lm_head
+    has_lm_heads = bool(names.lm_heads) or shared is not None
     num_lm_head_rows = _check_tensor_shapes(files, names, target.hidden_size)
     if not has_lm_heads:
         num_lm_head_rows = target_lm_head.shape[0]
-    token_map, order = read_token_map(files, target.vocab_size) if "token_map" in files.tensors else (None, slice(None))
+    token_map, row_indices = read_token_map(files, target.vocab_size) if "token_map" in files.tensors else (None, slice(None))
     if token_map is None:
-        check_target_sizes(files, target, hidden_size=hidden, vocab_rows=num_lm_head_rows)
+        check_target_sizes(files, target, hidden_size=hidden, num_vocab_rows=num_lm_head_rows)
     elif len(token_map) != num_lm_head_rows:
         raise CheckpointError(f"{files.path}: token_map has {len(token_map)} entries for vocabulary matrices of {num_lm_head_rows} rows")
     weights: dict[str, AnyTensor] = {}
     for (head, block, kind), name in sorted(names.blocks.items()):
         weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
     for head, name in names.lm_heads.items():
-        weights[f"heads.{head}.lm_head.weight"] = take_rows(files.weight(name), order)
+        weights[f"heads.{head}.lm_head.weight"] = take_rows(files.weight(name), row_indices)
     if not names.lm_heads:
-        weights["lm_head.weight"] = target_lm_head if names.shared_lm_head is None else take_rows(files.weight(names.shared_lm_head), order)
-    used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared_lm_head] if names.shared_lm_head else [])]
+        weights["lm_head.weight"] = target_lm_head if shared is None else take_rows(files.weight(shared), row_indices)
+    used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([shared] if shared else [])]
     is_whole_model = any(_NESTED_PREFIX.match(name) for name in files.tensors)
     files.check_all_used(used, ignored=lambda name: is_whole_model and not _NESTED_PREFIX.match(name))
     return MedusaHeads(
@@ -102,10 +103,10 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
 def _find_tensor_names(files: HeadFiles) -> _TensorNames:
     prefix = next((match[0] for name in files.tensors if (match := _NESTED_PREFIX.match(name))), "")
     name_without_prefix = {_NESTED_PREFIX.sub("", name, count=1): name for name in files.tensors}
-    vllm_blocks = {match: name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_BLOCKS.fullmatch(name))}
+    vllm_blocks = {match: name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_BLOCK.fullmatch(name))}
     if vllm_blocks:
         blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in vllm_blocks.items()}
-        lm_heads = {int(match[1]): name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_LM_HEADS.fullmatch(name))}
+        lm_heads = {int(match[1]): name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_LM_HEAD.fullmatch(name))}
         shared = name_without_prefix.get("lm_head.weight") if not lm_heads else None
         if not lm_heads and shared is None and not files.config.get("original_lm_head"):
             raise CheckpointError(
@@ -113,7 +114,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
                 "config.json does not set original_lm_head, which would take the target's"
             )
     else:
-        rows = [(match, name_without_prefix[name]) for name in name_without_prefix if (match := _PAPER_TENSORS.fullmatch(name))]
+        rows = [(match, name_without_prefix[name]) for name in name_without_prefix if (match := _PAPER_TENSOR.fullmatch(name))]
         blocks = {(int(match[1]), int(match[2]), match[4]): name for match, name in rows if match[3]}
         lm_heads = {int(match[1]): name for match, name in rows if not match[3] and match[4] == "weight"}
         shared = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_sampling
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.network import MedusaNetwork, MedusaOutputs
@@ -31,7 +31,7 @@ from paceline.speculation.tree_growth import Candidate, grow_tree
 MAX_CANDIDATES_PER_DEPTH = 10
 _NO_BLOCKS, _NO_FEATURES = np.empty(0, np.int32), np.empty((1, 0), np.float32)  # the heads have no cache and do not read their output
 _PRIOR_FIRST_ACCURACY = 0.5  # accuracy assumed for a head's most probable token before any was verified
-_PRIOR_SECOND_ACCURACY = 0.1  # accuracy assumed for a head's second token; it is halved for each further token
+_PRIOR_SECOND_ACCURACY = 0.1  # accuracy assumed for a head's second most probable token; halved for each further rank
 _PRIOR_TRIALS = 8.0  # weight of the assumed accuracies, as a number of verified tokens
 _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved, so that old trials count less
 
@@ -41,7 +41,7 @@ class CandidateAccuracy:
     """How often each candidate of each head was the target's token."""
 
     trials: list[float] = field(default_factory=list)  # [depths] number of verified positions, where old ones count less
-    hits: list[list[float]] = field(default_factory=list)  # [depths, ranks] at how many of them the target's token had this rank
+    hits: list[list[float]] = field(default_factory=list)  # [depths, ranks] number of trials in which the target's token had this rank
 
     def observe(self, candidates: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         """Count for each depth whether the target's token was among the candidates.
@@ -83,17 +83,17 @@ class MedusaDrafter(Drafter):
         self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
         self._features = LastHiddenStates()
-        # for each request the number of its tokens at the last draft, and the candidates of each depth
+        # by request: its number of tokens at the last draft, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
         heads = network.heads
         self._sampler = DraftSampler(heads.token_map, vocab_size, heads.num_lm_head_rows if heads.token_map is None else None)
-        network.ranking = self._sampler.ranking(MAX_CANDIDATES_PER_DEPTH)
+        network.summary_options = self._sampler.summary_options(MAX_CANDIDATES_PER_DEPTH)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        for one in rows:
-            self._update_accuracy(one.request)
-            self._features.observe(one)
+        for committed in rows:
+            self._update_accuracy(committed.request)
+            self._features.observe(committed)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
@@ -106,10 +106,10 @@ class MedusaDrafter(Drafter):
         for active in split_into_passes(drafts, lambda _: self._network.heads.num_heads):
             depth = max([draft.depth for draft in active])
             drawn = [(draft.request, d) if draft.needs_draw and d < draft.depth else None for d in range(depth) for draft in active]
-            draws = target_noise_draws(drawn)
-            if draws is not None:
-                draws = draws.reshape(depth, len(active))
-            outputs = self._network.forward(np.stack([features[id(draft.request)] for draft in active]), depth, draws)
+            sampling = target_noise_sampling(drawn)
+            if sampling is not None:
+                sampling = sampling.reshape(depth, len(active))
+            outputs = self._network.forward(np.stack([features[id(draft.request)] for draft in active]), depth, sampling)
             trees |= {id(draft.request): self._draft(draft, outputs, row) for row, draft in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
@@ -122,7 +122,7 @@ class MedusaDrafter(Drafter):
         """Return a request's draft tree, made from row `row` of each head's logits."""
         request, budget = draft.request, draft.budget
         if budget.needs_draft_probs and not request.params.is_greedy:
-            for depth in range(draft.depth):  # a chain, drawn with noise that the target does not use
+            for depth in range(draft.depth):  # rejection sampling: a chain, drawn with noise that the target does not use
                 if draft.frontier:
                     draft.add_level([self._sample(draft, outputs, row, depth, draft.token_ids[1:], 1)], _NO_FEATURES)
             return draft.to_tree(self.name)
@@ -131,19 +131,19 @@ class MedusaDrafter(Drafter):
         if self._tree in STATIC_TREES:
             shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
-        elif self._tree == "probability":  # more candidates would exceed the row budget
+        elif self._tree == "probability":  # the tree has no rows for more candidates
             max_candidates = min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
-        by_depth: list[DraftTokens] = []
+        tokens_by_depth: list[DraftTokens] = []
 
         def candidates_at(depth: int) -> DraftTokens:
-            """Return the candidates of all nodes of a depth. Tokens before them are taken to be the first candidates."""
-            while len(by_depth) <= depth:
-                path = [one.token_ids[0] for one in by_depth if one.token_ids]
-                by_depth.append(self._sample(draft, outputs, row, len(by_depth), path, max_candidates))
-            return by_depth[depth]
+            """Return the candidates of all nodes of a depth, sampled as if each token before them were the first candidate of its depth."""
+            while len(tokens_by_depth) <= depth:
+                path = [tokens.token_ids[0] for tokens in tokens_by_depth if tokens.token_ids]
+                tokens_by_depth.append(self._sample(draft, outputs, row, len(tokens_by_depth), path, max_candidates))
+            return tokens_by_depth[depth]
 
         tree = self._grow_tree(draft, candidates_at) if shape is None else self._fill_static_tree(draft, candidates_at, shape)
-        self._pending[request] = len(request.token_ids), [one.token_ids for one in by_depth]
+        self._pending[request] = len(request.token_ids), [tokens.token_ids for tokens in tokens_by_depth]
         return tree
 
     def _sample(self, draft: GrowingDraft, outputs: MedusaOutputs, row: int, depth: int, path: Sequence[int], width: int) -> DraftTokens:
@@ -159,25 +159,25 @@ class MedusaDrafter(Drafter):
         """Return the tree of a published shape, (parent, depth, rank) for each node, with this step's candidates as tokens."""
         token_ids: list[int] = []
         parents: list[int] = []
-        node_of = {0: 0}  # a node is left out if its head has too few candidates
+        drafted_node = {0: 0}  # nodes whose rank the head has no candidate for are dropped
         for node, (parent, depth, rank) in enumerate(shape, start=1):
-            ids = candidates_at(depth).token_ids if parent in node_of else ()
+            ids = candidates_at(depth).token_ids if parent in drafted_node else ()
             if rank < len(ids):
                 token_ids.append(ids[rank])
-                parents.append(node_of[parent])
-                node_of[node] = len(token_ids)
+                parents.append(drafted_node[parent])
+                drafted_node[node] = len(token_ids)
         return DraftTree.from_nodes(draft.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
 
     def _grow_tree(self, draft: GrowingDraft, candidates_at: Callable[[int], DraftTokens]) -> DraftTree | None:
         is_greedy = draft.request.params.is_greedy
-        by_depth: list[list[Candidate[int]]] = []
+        candidates_by_depth: list[list[Candidate[int]]] = []
 
         def expand(depth: int) -> list[Candidate[int]]:
-            if depth == len(by_depth):
+            if depth == len(candidates_by_depth):
                 tokens = candidates_at(depth)
                 probs = self._acceptance_rates(depth, tokens.probs, is_greedy=is_greedy)
-                by_depth.append([(token, prob, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
-            return by_depth[depth]
+                candidates_by_depth.append([(token, prob, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
+            return candidates_by_depth[depth]
 
         budget = DraftBudget(draft.budget.max_rows, draft.depth)
         return grow_tree(draft.request.token_ids[-1], budget, 0, expand, self.name)
@@ -192,10 +192,10 @@ class MedusaDrafter(Drafter):
             return [accuracy.estimate(depth, rank, prior) for rank, prior in enumerate(priors)]
         if is_greedy:
             return probs
-        # the first candidate is drawn with the target's noise, so it is right far more often than its probability says
+        # the first candidate is drawn with the target's noise, so its hit rate is far above its probability
         first = max(probs[0], accuracy.estimate(depth, 0, _PRIOR_FIRST_ACCURACY))
-        rest = sum(probs[1:])
-        scale = min(1.0, (1.0 - first) / rest) if rest > 0.0 else 0.0
+        sibling_mass = sum(probs[1:])
+        scale = min(1.0, (1.0 - first) / sibling_mass) if sibling_mass > 0.0 else 0.0
         return [first, *[prob * scale for prob in probs[1:]]]
 
     def _update_accuracy(self, request: Request) -> None:

@@ -34,40 +34,40 @@ class MedusaNetwork:
         target: config of the target whose hidden states the heads read.
 
     Attributes:
-        ranking: how many top tokens later passes return for each row of logits; None = none.
+        summary_options: which top tokens later passes return for each row of logits; None = none.
     """
 
     def __init__(self, heads: MedusaHeads, target: ModelConfig, **placement: Unpack[HeadPlacement]) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
-        self.ranking: SummaryOptions | None = None
+        self.summary_options: SummaryOptions | None = None
         placement["max_model_len"] = 1  # the heads have no cache
         first = load_head(partial(self._compose, num_heads=1), target, heads.weights, **placement)
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
         self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
-    def forward(self, hidden_states: FloatArray, num_heads: int, draws: RowSampling | None = None) -> MedusaOutputs:
+    def forward(self, hidden_states: FloatArray, num_heads: int, sampling: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
 
         Args:
-            draws: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
+            sampling: [num_heads, B] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
-        network, ranking = self._get_or_create_network(num_heads), self.ranking
-        batch_size, is_ranked, heads = len(hidden_states), ranking is not None, range(num_heads)
+        network, summary_options = self._get_or_create_network(num_heads), self.summary_options
+        batch_size, has_summaries, heads = len(hidden_states), summary_options is not None, range(num_heads)
         batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
-            results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows, ranking, draws)).results
-            ranked = [decode_summaries(results[f"{SUMMARY}.{head}"]) for head in heads] if is_ranked else []
-            return MedusaOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
+            results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows, summary_options, sampling)).results
+            summaries = [decode_summaries(results[f"{SUMMARY}.{head}"]) for head in heads] if has_summaries else []
+            return MedusaOutputs(lambda head: results[f"{LOGITS}.{head}"], summaries)
         results = network.forward({"hidden_states": hidden_states}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         batch, rows = _rows_without_attention(num_heads * batch_size)
-        output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
-        found = output.summaries if is_ranked else []
-        ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
+        output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, summary_options, sampling))
+        all_summaries = output.summaries if has_summaries else []
+        summaries = [all_summaries[head * batch_size : (head + 1) * batch_size] for head in heads] if has_summaries else []
         logits = output.logits.reshape(num_heads, batch_size, -1)
-        return MedusaOutputs(logits.__getitem__, ranked)
+        return MedusaOutputs(logits.__getitem__, summaries)
 
     def _get_or_create_network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)

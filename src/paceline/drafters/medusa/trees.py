@@ -50,12 +50,12 @@ def static_tree_nodes(name: str, max_depth: int, max_rows: int) -> tuple[tuple[i
     Returns:
         (parent, depth, rank) of nodes 1, 2, …: parent 0 is the root, depth 0 are its children, rank is that among the head's candidates.
     """
-    node_of = {"": 0}
+    node_by_path = {"": 0}
     nodes: list[tuple[int, int, int]] = []
     for path in STATIC_TREES[name].split():
-        parent = node_of.get(path[:-1])
-        if parent is None or len(path) > max_depth or len(node_of) == max_rows:
+        parent = node_by_path.get(path[:-1])
+        if parent is None or len(path) > max_depth or len(node_by_path) == max_rows:
             continue
-        node_of[path] = len(node_of)
+        node_by_path[path] = len(node_by_path)
         nodes.append((parent, len(path) - 1, int(path[-1])))
     return tuple(nodes)

@@ -56,9 +56,9 @@ class FeaturePairCache(HeadCache):
 
         For a new or restarted request, slots of a cached prefix count as computed.
         """
-        slots = self._observe(request, start, np.array(features, np.float32))
+        slots = self._add_hidden_states(request, start, np.array(features, np.float32))
         self._store_block_features(request, slots, start, features)
-        return slots.num_observed - slots.end + 1
+        return slots.num_observed - slots.end_slot + 1
 
     def pending_pairs(
         self, request: Request, *, include_root: bool, num_draft_rows: int = 0, num_used_spare_blocks: int = 0
@@ -73,28 +73,28 @@ class FeaturePairCache(HeadCache):
         slots = self._slots.get(request)
         if slots is None or (include_root and slots.num_observed != len(request.token_ids) - 1):
             return None
-        begin, end = slots.end, slots.num_observed + include_root
+        begin, end = slots.end_slot, slots.num_observed + include_root
         table = self._table_up_to(request, end + num_draft_rows, num_used_spare_blocks) if end > begin else None
         if table is None:
             return None
-        rows = RowRange(0, end - begin, begin, table, None, min(begin, max(slots.first, end - self.window)))
+        rows = RowRange(0, end - begin, begin, table, None, min(begin, max(slots.first_slot, end - self.window)))
         return RequestFeaturePairs(np.array(request.token_ids[begin:end], np.int32), slots.join_pending()[: end - begin], rows, request)
 
     def mark_computed(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
         """Record that the slots of the next `token_ids` are computed. A last token in a spare block does not count: it will run again."""
         slots = self._slots[request]
-        count = min(len(token_ids), len(request.cached_sequence.block_table) * self.block_size - slots.end)
+        count = min(len(token_ids), len(request.cached_sequence.block_table) * self.block_size - slots.end_slot)
         if count > 0:
-            self._advance(request, slots, token_ids[:count])
-            # no feature is left if the last committed token was included
-            slots.pending = [] if slots.end > slots.num_observed else [slots.join_pending()[count:]]
+            self._advance_end(request, slots, token_ids[:count])
+            # no feature remains after the last committed token
+            slots.pending = [] if slots.end_slot > slots.num_observed else [slots.join_pending()[count:]]
 
     def num_pending_pairs(self, request: Request) -> int:
         """Return how many slots can be computed now, that of the last committed token included."""
         slots = self._slots.get(request)
-        return 0 if slots is None else slots.num_observed + 1 - slots.end
+        return 0 if slots is None else slots.num_observed + 1 - slots.end_slot
 
-    def _new_slots(self, request: Request, start: int) -> HeadSlots:
+    def _create_slots(self, request: Request, start: int) -> HeadSlots:
         sequence = request.cached_sequence
         if start == 0 and self._first_slot == 0:
             return HeadSlots(sequence, 0, 0, 0, 0, [np.zeros((1, self._features.shape[1]), np.float32)])
@@ -102,7 +102,7 @@ class FeaturePairCache(HeadCache):
         block = None if start % self.block_size or start == 0 else sequence.block_table[start // self.block_size - 1]
         if block is None or self._feature_hashes[block] != hashes[start - 1]:
             return HeadSlots(sequence, start + 1, start + 1, start, int(hashes[start]))
-        first = max(self._first_slot, self._first_computed(request, hashes[:start]))
+        first = max(self._first_slot, self._first_computed_slot(request, hashes[:start]))
         return HeadSlots(sequence, first, start, start, int(hashes[start - 1]), [self._features[block : block + 1].copy()])
 
     def _store_block_features(self, request: Request, slots: HeadSlots, start: int, features: FloatArray) -> None:
@@ -111,8 +111,8 @@ class FeaturePairCache(HeadCache):
         last = start + (size - 1 - start) % size
         if last >= end:
             return
-        later_hashes = self._hash_tokens(request.token_ids[slots.end : end], slots.end, slots.prefix_hash)
+        later_hashes = self._hash_tokens(request.token_ids[slots.end_slot : end], slots.end_slot, slots.prefix_hash)
         for position in range(last, end, size):
             block = request.cached_sequence.block_table[position // size]
             self._features[block] = features[position - start]
-            self._feature_hashes[block] = slots.prefix_hash if position < slots.end else later_hashes[position - slots.end]
+            self._feature_hashes[block] = slots.prefix_hash if position < slots.end_slot else later_hashes[position - slots.end_slot]

@@ -15,11 +15,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftSampler, target_noise_draws
-from paceline.drafters.head_cache import SPARE_BLOCKS
+from paceline.drafters.draft_sampler import DraftSampler, target_noise_sampling
+from paceline.drafters.head_cache import NUM_SPARE_BLOCKS
 from paceline.drafters.recurrent_heads.cache import FeaturePairCache, RequestFeaturePairs
 from paceline.drafters.recurrent_heads.head import FeaturePairOutputs, RecurrentHead
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_noise_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_sampling
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.logits_summary import RowSampling
@@ -27,7 +27,7 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-MAX_PENDING_PAIRS = 32  # if more committed tokens wait to be run, `observe` runs them, so that the next draft does not take long
+MAX_PENDING_PAIRS = 32  # `observe` runs committed tokens if there are more, so that the next draft does not take long
 
 
 class EagleStyleDrafter(Drafter):
@@ -44,37 +44,37 @@ class EagleStyleDrafter(Drafter):
         self.name = config.kind.value
         self.needs = DrafterNeeds(hidden_states=config.has_final_state, layers=config.layer_boundaries)
         self.head = head
-        self.pairs = FeaturePairCache(
+        self.pair_cache = FeaturePairCache(
             head.runtime, cache, feature_size=config.feature_size, window=config.layers.max_positions, first_slot=config.first_slot
         )
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.num_embedded_ids)
         self._tree_width = tree_width
-        head.ranking = self._sampler.ranking(tree_width)
-        self.traits = DrafterTraits(self._description(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
+        head.summary_options = self._sampler.summary_options(tree_width)
+        self.traits = DrafterTraits(self._description(), notices=head.notices, cache_bytes_per_token=self.pair_cache.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        with_many_pending = []
-        for one in rows:
-            num_pending = self.pairs.append_features(one.request, one.first_position, self._features(one))
-            if num_pending > MAX_PENDING_PAIRS or one.request.is_finished:
-                with_many_pending.append(one.request)
-        self._compute_pending_pairs(with_many_pending)
+        requests_to_run = []
+        for committed in rows:
+            num_pending = self.pair_cache.append_features(committed.request, committed.first_position, self._features(committed))
+            if num_pending > MAX_PENDING_PAIRS or committed.request.is_finished:
+                requests_to_run.append(committed.request)
+        self._compute_pending_pairs(requests_to_run)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
         shapes = [(*one, *draft_depth_and_width(one[1], self._tree_width)) for one in zip(requests, budgets, strict=True)]
-        for part in split_into_passes(shapes, lambda one: self._num_draft_slots(*one[2:]) + self.pairs.num_pending_pairs(one[0])):
+        for part in split_into_passes(shapes, lambda one: self._num_draft_slots(*one[2:]) + self.pair_cache.num_pending_pairs(one[0])):
             group: list[tuple[RequestFeaturePairs, GrowingDraft]] = []
             num_used = 0
             for request, budget, depth, width in part:
                 num_slots = self._num_draft_slots(depth, width)
-                needed = self.pairs.num_spare_blocks_needed(request, len(request.token_ids) + num_slots)
-                if depth < 1 or needed > SPARE_BLOCKS:
+                needed = self.pair_cache.num_spare_blocks_needed(request, len(request.token_ids) + num_slots)
+                if depth < 1 or needed > NUM_SPARE_BLOCKS:
                     continue
-                if num_used + needed > SPARE_BLOCKS:
+                if num_used + needed > NUM_SPARE_BLOCKS:
                     trees |= self._draft_group(group)
                     group, num_used = [], 0
-                pairs = self.pairs.pending_pairs(request, include_root=True, num_draft_rows=num_slots, num_used_spare_blocks=num_used)
+                pairs = self.pair_cache.pending_pairs(request, include_root=True, num_draft_rows=num_slots, num_used_spare_blocks=num_used)
                 if pairs is None or max(pairs.token_ids.tolist()) >= self.head.num_embedded_ids:
                     continue
                 num_used += needed
@@ -83,28 +83,28 @@ class EagleStyleDrafter(Drafter):
         return [trees.get(id(request)) for request in requests]
 
     def release(self, request: Request) -> None:
-        self.pairs.release(request)
+        self.pair_cache.release(request)
 
     def _description(self) -> str:
         config = self.head.config
         layers = config.layers
-        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
+        details = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
         if config.layer_boundaries:
-            parts.append(f"features of layers {config.describe_feature()}")
+            details.append(f"features of layers {config.describe_feature()}")
         if self.head.target_ids is not None:
-            parts.append(f"{len(self.head.target_ids)} draft ids")
+            details.append(f"{len(self.head.target_ids)} draft ids")
         if self.head.draft_vocab_size is not None:
-            parts.append(f"drafts ids below {self.head.draft_vocab_size}")
+            details.append(f"drafts ids below {self.head.draft_vocab_size}")
         if self._tree_width > 1:
-            parts.append(f"trees {self._tree_width} wide")
-        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
+            details.append(f"trees {self._tree_width} wide")
+        return f"{self.name} ({', '.join(details)}, sees the last {self.pair_cache.window} tokens)"
 
     def _num_draft_slots(self, depth: int, width: int) -> int:
         """Return how many cache slots after the committed tokens a draft needs."""
         return depth if width == 1 else width * depth
 
     def _features(self, rows: CommittedRows) -> FloatArray:
-        """Return the features [num_rows, F]: the hidden states of all layer boundaries, then the final ones, whichever are needed."""
+        """Return the features [num_rows, F]: the hidden states of the layer boundaries, then the final ones, if the head reads them."""
         chunks = [*rows.collected_hidden_states]
         if self.needs.hidden_states and rows.hidden_states is not None:
             chunks.append(rows.hidden_states)
@@ -116,50 +116,55 @@ class EagleStyleDrafter(Drafter):
         """Run the committed tokens of these requests that the head has not run yet, without drafting."""
         group: list[RequestFeaturePairs] = []
         for request in requests:
-            pairs = self.pairs.pending_pairs(request, include_root=False)
+            pairs = self.pair_cache.pending_pairs(request, include_root=False)
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.num_embedded_ids:
                 continue
             group.append(pairs)
         for part in split_into_passes(group, lambda pairs: len(pairs.token_ids)):
-            self._run_target_feature_pairs(part, needs_logits=False)
+            self._run_target_pairs(part, needs_logits=False)
 
     def _draft_group(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        self._add_levels(
-            drafts, self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, draws=frontier_noise_draws(drafts))
-        )
-        while active := [draft for draft in drafts if draft.frontier]:
-            self._add_levels(
-                active, self.head.run_draft_feature_pairs([draft.frontier_pairs() for draft in active], frontier_noise_draws(active))
-            )
+        self._grow_drafts([pairs for pairs, _ in group], drafts)
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
+
+    def _grow_drafts(self, pairs: Sequence[RequestFeaturePairs], drafts: Sequence[GrowingDraft]) -> None:
+        self._add_levels(drafts, self._run_target_pairs(pairs, needs_logits=True, sampling=frontier_sampling(drafts)))
+        while active := [draft for draft in drafts if draft.frontier]:
+            draft_pairs = [draft.frontier_pairs() for draft in active]
+            self._add_levels(active, self.head.run_draft_feature_pairs(draft_pairs, frontier_sampling(active)))
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: FeaturePairOutputs) -> None:
         """Add a level to each draft, sampled from the logits of its frontier nodes."""
-        output, ranked, first = outputs.output, outputs.top_tokens(), 0
+        output, summaries, first = outputs.output, outputs.output.summaries, 0
         for draft in drafts:
             last = first + len(draft.frontier)
-            drafted = [draft.sample(self._sampler, node, output, row, ranked) for row, node in enumerate(draft.frontier, first)]
+            drafted = [draft.sample(self._sampler, node, output, row, summaries) for row, node in enumerate(draft.frontier, first)]
             draft.add_level(drafted, outputs.features[first:last])
             first = last
 
-    def _run_target_feature_pairs(
-        self, pairs: Sequence[RequestFeaturePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: RowSampling | None = None
+    def _run_target_pairs(
+        self,
+        pairs: Sequence[RequestFeaturePairs],
+        *,
+        needs_logits: bool,
+        num_masked: Sequence[int] = (),
+        sampling: RowSampling | None = None,
     ) -> FeaturePairOutputs:
         """Run committed tokens and record their slots as computed; the returned features are those of each request's last token."""
         try:
-            outputs = self.head.run_target_feature_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, draws=draws)
+            outputs = self.head.run_target_feature_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, sampling=sampling)
         except BaseException:
             for one in pairs:  # an interrupted pass may have left cache rows unwritten: drop them all
-                self.pairs.release(one.request)
+                self.pair_cache.release(one.request)
             raise
         masked = num_masked or [0] * len(pairs)
-        last = [end - 1 for end in accumulate(len(one.token_ids) + count for one, count in zip(pairs, masked, strict=True))]
+        last_rows = [end - 1 for end in accumulate(len(one.token_ids) + count for one, count in zip(pairs, masked, strict=True))]
         for one in pairs:
-            self.pairs.mark_computed(one.request, one.token_ids)
-        return FeaturePairOutputs(outputs.output, outputs.features[last])
+            self.pair_cache.mark_computed(one.request, one.token_ids)
+        return FeaturePairOutputs(outputs.output, outputs.features[last_rows])
 
 
 class ParallelDrafter(EagleStyleDrafter):
@@ -168,7 +173,7 @@ class ParallelDrafter(EagleStyleDrafter):
     The last committed token gives the first level. After it follow masked rows, with a mask token and a mask feature, which give the other
     levels. No row depends on a draft token, so all nodes of a level have the same candidates for their children.
 
-    Source: P-EAGLE (arXiv:2602.01469) and its code in speculators and vLLM. Deviations: those of this module, and drafts may be trees.
+    Source: P-EAGLE (arXiv:2602.01469) and its code in speculators and vLLM. Deviations: as in the module docstring; drafts may be trees.
     """
 
     def _description(self) -> str:
@@ -177,21 +182,17 @@ class ParallelDrafter(EagleStyleDrafter):
     def _num_draft_slots(self, depth: int, width: int) -> int:
         return depth - 1
 
-    def _draft_group(self, group: Sequence[tuple[RequestFeaturePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
-        if not group:
-            return {}
-        drafts = [draft for _, draft in group]
+    def _grow_drafts(self, pairs: Sequence[RequestFeaturePairs], drafts: Sequence[GrowingDraft]) -> None:
         num_masked = [draft.depth - 1 for draft in drafts]
-        draws = target_noise_draws(
+        sampling = target_noise_sampling(
             [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
         )
-        outputs = self._run_target_feature_pairs([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
-        output, ranked, first = outputs.output, outputs.top_tokens(), 0
+        outputs = self._run_target_pairs(pairs, needs_logits=True, num_masked=num_masked, sampling=sampling)
+        output, summaries, first = outputs.output, outputs.output.summaries, 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:
                     break
-                drafted = [draft.sample(self._sampler, node, output, row, ranked) for node in draft.frontier]
-                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # masked rows need no features
+                drafted = [draft.sample(self._sampler, node, output, row, summaries) for node in draft.frontier]
+                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # no later pass reads features
             first += draft.depth
-        return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

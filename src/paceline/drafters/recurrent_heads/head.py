@@ -14,7 +14,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
 from paceline.runtimes.embedding import embedding_rows
-from paceline.runtimes.logits_summary import LogitsSummary, RowSampling, SummaryOptions
+from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Names of network inputs. `FEATURE` is also the result with the predicted features. Each layer boundary is an input: `boundary.0`, …"""
@@ -26,15 +26,15 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class RecurrentHeadConfig:
     """Configuration of a head that drafts token by token from features that it predicts itself."""
 
-    kind: HeadKind  # kind of the head
+    kind: HeadKind
     layers: ModelConfig  # sizes of its decoder layers; `max_positions` is the context length that it was trained with
-    target_hidden_size: int  # hidden size of the target
-    layer_boundaries: tuple[int, ...] = ()  # boundaries whose hidden states are the feature, ascending; empty: the final hidden state is
-    appends_final_state: bool = False  # the final hidden state is also part of a feature that has layer boundaries, as its last chunk
-    first_slot: int = 1  # first cache slot with a feature pair, at position 0; in slot 0 the first token has a feature of zeros
+    target_hidden_size: int
+    layer_boundaries: tuple[int, ...] = ()  # a feature is their hidden states, ascending; () = the final hidden state
+    appends_final_state: bool = False  # if there are layer boundaries, the final hidden state is the feature's last chunk
+    first_slot: int = 1  # first cache slot with a feature pair: 1, or 0 if a text's first token is run with a feature of zeros
     normed_recurrence: bool = False  # the predicted feature is taken after the final norm, not before it
-    has_own_embedding: bool = True  # otherwise it uses the target's
-    has_own_lm_head: bool = False  # otherwise it uses the target's
+    has_own_embedding: bool = True  # otherwise the head uses the target's embedding
+    has_own_lm_head: bool = False  # otherwise the head uses the target's lm_head
 
     @property
     def num_chunks(self) -> int:
@@ -67,9 +67,9 @@ class DraftFeaturePairs:
 
     token_ids: Sequence[int]  # [T] draft tokens, parents before their children
     features: FloatArray  # [T, Hd] for each token the feature that the head predicted at its parent
-    positions: Sequence[int]  # [T] their positions
+    positions: Sequence[int]  # [T] positions of the tokens
     rows: RowRange  # cache rows of the tokens
-    logit_rows: Sequence[int]  # indices of the tokens whose logits are returned; these are the last ones
+    logit_rows: Sequence[int]  # indices of the tokens, the last ones, whose logits are returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class MaskedFeaturePair:
 
     def append_to(self, pairs: TargetFeaturePairs, count: int) -> TargetFeaturePairs:
         """Return feature pairs followed by `count` masked ones."""
-        known = len(pairs.token_ids)
-        token_ids = np.empty(known + count, np.int32)
-        features = np.empty((known + count, pairs.features.shape[1]), np.float32)
-        token_ids[:known], token_ids[known:] = pairs.token_ids, self.token_id
-        features[:known], features[known:] = pairs.features, pairs.features[-1] if self.feature is None else self.feature
-        return TargetFeaturePairs(token_ids, features, pairs.rows._replace(num_rows=known + count))
+        num_unmasked = len(pairs.token_ids)
+        token_ids = np.empty(num_unmasked + count, np.int32)
+        features = np.empty((num_unmasked + count, pairs.features.shape[1]), np.float32)
+        token_ids[:num_unmasked], token_ids[num_unmasked:] = pairs.token_ids, self.token_id
+        features[:num_unmasked], features[num_unmasked:] = pairs.features, pairs.features[-1] if self.feature is None else self.feature
+        return TargetFeaturePairs(token_ids, features, pairs.rows._replace(num_rows=num_unmasked + count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,6 @@ class FeaturePairOutputs:
         """Logits [R, Vd] of the requested rows."""
         return self.output.logits
 
-    def top_tokens(self) -> list[LogitsSummary]:
-        """Return the top tokens of each row of logits; `RecurrentHead.ranking` sets how many."""
-        return self.output.summaries
-
 
 class RecurrentHead:
     """Runs a head that drafts token by token from features that it predicts itself.
@@ -118,12 +114,12 @@ class RecurrentHead:
         embedding: [V, E] token embedding.
 
     Attributes:
-        target_ids: [Vd] target id of each draft id, ascending; None = the ids are equal.
+        target_ids: [Vd] target id of each draft id, ascending; None = draft ids are target ids.
         num_embedded_ids: number of rows of the embedding; token ids from this number on have no embedding.
         draft_vocab_size: if the draft vocabulary is the lowest ids, their number; otherwise None.
         masked_pair: input of the unknown positions of a head that drafts all positions in one pass; None for other heads.
         notices: messages for the user, shown at load.
-        ranking: how many top tokens later passes return for each row of logits; None = none.
+        summary_options: which top tokens later passes return for each row of logits; None = none.
     """
 
     def __init__(
@@ -140,8 +136,8 @@ class RecurrentHead:
     ) -> None:
         self.masked_pair, self.draft_vocab_size = masked_pair, draft_vocab_size
         self.config, self.runtime, self._draft_network = config, runtime, draft_network
-        self.ranking: SummaryOptions | None = None
-        # a plain array view is faster to index than a memmap
+        self.summary_options: SummaryOptions | None = None
+        # indexing an ndarray is faster than indexing a memmap
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.num_embedded_ids = embedding.shape[0]
@@ -153,7 +149,7 @@ class RecurrentHead:
         needs_logits: bool,
         needs_all_logits: bool = False,
         num_masked: Sequence[int] = (),
-        draws: RowSampling | None = None,
+        sampling: RowSampling | None = None,
     ) -> FeaturePairOutputs:
         """Run one pass over committed tokens of several requests.
 
@@ -162,36 +158,36 @@ class RecurrentHead:
             needs_logits: return logits of each request's last token.
             needs_all_logits: return logits of all tokens instead.
             num_masked: for each request, how many masked positions to run after its last token; their logits are returned too.
-            draws: [R] noise keys and temperatures to draw one token from each row of logits; None = draw none.
+            sampling: [R] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
         if num_masked and self.masked_pair is not None:
-            pairs = [self.masked_pair.append_to(one, count) for one, count in zip(pairs, num_masked, strict=True)]
-        counts = [len(one.token_ids) for one in pairs]
+            pairs = [self.masked_pair.append_to(request_pairs, count) for request_pairs, count in zip(pairs, num_masked, strict=True)]
+        counts = [len(request_pairs.token_ids) for request_pairs in pairs]
         starts = [0, *accumulate(counts)]
-        firsts = [one.rows.cached_len - self.config.first_slot for one in pairs]
+        firsts = [request_pairs.rows.cached_len - self.config.first_slot for request_pairs in pairs]
         positions = _concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
         if needs_all_logits:
             logit_rows = np.arange(starts[-1], dtype=np.int32)
         else:
             ends = zip(starts[1:], num_masked or [0] * len(pairs), strict=True) if needs_logits else ()
             logit_rows = np.array([row for end, count in ends for row in range(end - 1 - count, end)], np.int32)
-        token_ids = _concatenate([one.token_ids for one in pairs])
-        features, size = _concatenate([one.features for one in pairs]), self.config.target_hidden_size
+        token_ids = _concatenate([request_pairs.token_ids for request_pairs in pairs])
+        features, size = _concatenate([request_pairs.features for request_pairs in pairs]), self.config.target_hidden_size
         inputs = {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self.config.feature_inputs)}
         inputs[EMBEDDING] = self._embed(token_ids)
-        batch = ForwardBatch(positions, _set_range_starts([one.rows for one in pairs], starts))
-        output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self.ranking, draws))
+        batch = ForwardBatch(positions, _set_range_starts([request_pairs.rows for request_pairs in pairs], starts))
+        output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self.summary_options, sampling))
         return FeaturePairOutputs(output, output.results[FEATURE])
 
-    def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], draws: RowSampling | None = None) -> FeaturePairOutputs:
+    def run_draft_feature_pairs(self, drafts: Sequence[DraftFeaturePairs], sampling: RowSampling | None = None) -> FeaturePairOutputs:
         """Run one pass over draft tokens of several requests; return logits and predicted features of their `logit_rows`."""
-        starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
-        rows = np.array([start + row for one, start in zip(drafts, starts, strict=False) for row in one.logit_rows], np.int32)
-        token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
-        positions = np.array([position for one in drafts for position in one.positions], np.int32)
-        inputs = {EMBEDDING: self._embed(token_ids), FEATURE: _concatenate([one.features for one in drafts])}
-        batch = ForwardBatch(positions, _set_range_starts([one.rows for one in drafts], starts))
-        output = self._draft_network.forward(inputs, batch, LogitsRows(rows, self.ranking, draws))
+        starts = [0, *accumulate([len(draft.token_ids) for draft in drafts])]
+        rows = np.array([start + row for draft, start in zip(drafts, starts, strict=False) for row in draft.logit_rows], np.int32)
+        token_ids = np.array([token for draft in drafts for token in draft.token_ids], np.int32)
+        positions = np.array([position for draft in drafts for position in draft.positions], np.int32)
+        inputs = {EMBEDDING: self._embed(token_ids), FEATURE: _concatenate([draft.features for draft in drafts])}
+        batch = ForwardBatch(positions, _set_range_starts([draft.rows for draft in drafts], starts))
+        output = self._draft_network.forward(inputs, batch, LogitsRows(rows, self.summary_options, sampling))
         return FeaturePairOutputs(output, output.results[FEATURE][rows])
 
     def _embed(self, token_ids: IntArray) -> FloatArray:
@@ -200,7 +196,7 @@ class RecurrentHead:
 
 
 def _set_range_starts(ranges: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
-    return tuple([one._replace(start=start) if start else one for one, start in zip(ranges, starts, strict=False)])
+    return tuple([row_range._replace(start=start) if start else row_range for row_range, start in zip(ranges, starts, strict=False)])
 
 
 def _concatenate(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:

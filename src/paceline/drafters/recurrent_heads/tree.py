@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_draws
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, target_noise_sampling
 from paceline.drafters.recurrent_heads.head import DraftFeaturePairs
 from paceline.runtimes.base import BoolArray, FloatArray, ForwardOutput, IntArray, RowRange
 from paceline.runtimes.logits_summary import LogitsSummary, RowSampling
@@ -154,9 +154,9 @@ class GrowingDraft:
         self.frontier = best
 
 
-def frontier_noise_draws(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
+def frontier_sampling(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
     """Return the noise keys and temperatures to draw a token after each frontier node of all drafts; None if none is drawn."""
-    return target_noise_draws([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
+    return target_noise_sampling([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
 
 
 def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:

@@ -142,9 +142,8 @@ def _allocate_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int,
 
 
 def grouped_matrix_size(
-    shape: tuple[int, ...], block_type: BlockType, source_name: str, columns_per_scale: int | None = «««SUPER_BLOCK
-|||SUPER_BLOCK|||SUPER_BLOCK_COLUMNS
-»»») -> tuple[int, int]:
+    shape: tuple[int, ...], block_type: BlockType, source_name: str, columns_per_scale: int | None = SUPER_BLOCK_COLUMNS
+) -> tuple[int, int]:
     """Return the number of bits of a code, and the number of bytes in memory, after conversion to groups.
 
     Args:
