@@ -10,21 +10,21 @@ from paceline.machine import performance_processors, usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
-_DTYPE_OF_OTHER_NAME = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat16": "bf16", "float32": "f32", "float": "f32", "fp32": "f32"}
-"""Names of types in PyTorch, and ours."""
+_DTYPE_ALIASES = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat16": "bf16", "float32": "f32", "float": "f32", "fp32": "f32"}
+"""Names of types in PyTorch, and the names that `dtype` takes."""
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
-QUANT = ("none", "int8", "int4")
-DRAFT_QUANT = ("auto", *QUANT)
-_MAX_BITS_OF_8_BIT, _MAX_BITS_OF_16_BIT = 10.0, 20.0  # quantisation scales included, 8-bit weights take up to 10 bits per value
+QUANTIZATIONS = ("none", "int8", "int4")
+DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
+_MAX_BITS_OF_INT8_WEIGHTS, _MAX_BITS_OF_16_BIT_WEIGHTS = 10.0, 20.0  # per value, with the quantisation scales
 GGUF_WEIGHTS = ("exact", "regroup")
-ACCEPTANCE = ("match", "rejection")
+ACCEPTANCE_RULES = ("match", "rejection")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 4096
-_WEIGHTS_CACHE_GB = 50
-_MAX_CACHE_GB = 1_000_000
+_DEFAULT_WEIGHTS_CACHE_GB = 50
+_MAX_WEIGHTS_CACHE_GB = 1_000_000
 MAX_PASS_ROWS = MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
 """Maximum rows of one pass of any network: the rows of a step, and one drafted row per request in a pass of a drafting head."""
 
@@ -35,9 +35,9 @@ class QuantOptions:
 
     Attributes:
         bits: bits per value of matrices for which no other attribute sets them.
-        group: number of columns that share a scale: 32, 64 or 128. For a matrix whose width it does not divide, the next smaller of these
-            is used that does.
-        embedding_bits, lm_head_bits: bits of these two matrices. If they are tied, the larger number is used.
+        group: number of columns that share a scale: 32, 64 or 128. If it does not divide the width of a matrix, the largest of
+            these that divides the width is used.
+        embedding_bits, lm_head_bits: bits of these two matrices. If the matrices are tied, the larger number is used.
         overrides: (pattern, bits) pairs or a mapping, such as {"layers.*.down_proj.weight": 8}. For a tensor whose name matches, the first
             matching pattern sets the bits.
     """
@@ -49,9 +49,9 @@ class QuantOptions:
     overrides: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self) -> None:
-        given: object = self.overrides
-        overrides = tuple(given.items()) if isinstance(given, Mapping) else given
-        if not isinstance(overrides, Sequence) or not all(_is_override(one) for one in overrides):
+        unchecked_overrides: object = self.overrides
+        overrides = tuple(unchecked_overrides.items()) if isinstance(unchecked_overrides, Mapping) else unchecked_overrides
+        if not isinstance(overrides, Sequence) or not all(_is_override(item) for item in overrides):
             raise ConfigError(
                 f"overrides is {self.overrides!r}: give patterns of names with their bits, such as {{'layers.*.down_proj.weight': 8}}"
             )
@@ -66,8 +66,8 @@ class QuantOptions:
                 raise ConfigError(f"{name} is {bits!r}: use 4, 8 or None")
 
 
-def _is_override(one: object) -> bool:
-    return isinstance(one, Sequence) and not isinstance(one, str) and len(one) == 2 and isinstance(one[0], str)
+def _is_override(item: object) -> bool:
+    return isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2 and isinstance(item[0], str)
 
 
 Quantization = str | QuantOptions
@@ -84,7 +84,7 @@ def quant_options(name: str, quantization: Quantization) -> QuantOptions | None:
     """
     if isinstance(quantization, QuantOptions):
         return quantization
-    _check_choice(name, quantization, QUANT)
+    _check_choice(name, quantization, QUANTIZATIONS)
     return None if quantization == "none" else QuantOptions(bits=int(quantization.removeprefix("int")))
 
 
@@ -93,22 +93,22 @@ def draft_quant_options(quantization: Quantization, target_bits: float, *, devic
 
     Args:
         target_bits: bits per value of the target's matrices. With "auto", a draft model or head gets about half as many.
-        device: device of the target and the drafter. "auto" quantises on the CPU only, as a GPU computes with expanded weights.
+        device: device of the target and the drafter. "auto" quantises on the CPU only, because a GPU dequantises weights.
 
     Raises:
         ConfigError: the value is unknown.
     """
     if quantization != "auto":
         if not isinstance(quantization, QuantOptions):
-            _check_choice("draft_quantization", quantization, DRAFT_QUANT)
+            _check_choice("draft_quantization", quantization, DRAFT_QUANTIZATIONS)
         return quant_options("draft_quantization", quantization)
-    if target_bits > _MAX_BITS_OF_16_BIT or device != "cpu":
+    if target_bits > _MAX_BITS_OF_16_BIT_WEIGHTS or device != "cpu":
         return None
-    return QuantOptions(bits=4 if target_bits <= _MAX_BITS_OF_8_BIT else 8)
+    return QuantOptions(bits=4 if target_bits <= _MAX_BITS_OF_INT8_WEIGHTS else 8)
 
 
 def lm_head_copy_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
-    """Return how a drafting head quantises its copy of rows of the target's LM head; None = it reads the target's matrix instead.
+    """Return how a drafting head quantises its copy of rows of the target's LM head; None = the head reads the target's matrix.
 
     Args:
         draft: quantisation that a draft model of this target would get.
@@ -120,7 +120,7 @@ def lm_head_copy_options(draft: QuantOptions | None, target: QuantOptions | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Settings of speculative decoding: the arguments of `paceline.LLM` of these names, with a tuple for several drafters."""
+    """Settings of speculative decoding: arguments of `paceline.LLM` with the same names. A tuple names several drafters."""
 
     drafter: str | tuple[str, ...] = "auto"
     num_speculative_tokens: int | str = "auto"
@@ -140,7 +140,7 @@ class SpeculationConfig:
         _check_int("tree_width", self.tree_width, 1, 8)
         draft_quant_options(self.draft_quantization, 16.0)
         _check_directory("draft_adapter", self.draft_adapter)
-        _check_choice("acceptance", self.acceptance, ACCEPTANCE)
+        _check_choice("acceptance", self.acceptance, ACCEPTANCE_RULES)
         options: object = self.drafter_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise ConfigError(f'drafter_options is {options!r}: use a mapping of names to values, such as {{"tree": "accuracy"}}')
@@ -148,7 +148,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings for loading and running a target: the arguments of `paceline.LLM` of these names."""
+    """Settings for loading and running a target: arguments of `paceline.LLM` with the same names."""
 
     model: str = "mini"
     gguf_file: str | None = None
@@ -214,7 +214,7 @@ class EngineConfig:
         """Messages to the user about settings that have no effect, one line each."""
         if self.threads is None or self.num_threads == self.threads:
             return ()
-        return (f"threads is {self.threads}, and {self.num_threads} are used, as many as the processors that this process may use",)
+        return (f"threads is {self.threads}, but only {self.num_threads} are used: this process may use {self.num_threads} processors",)
 
 
 def cache_directory() -> Path | None:
@@ -222,9 +222,8 @@ def cache_directory() -> Path | None:
 
     None = the user has no home directory, as in a container that runs under an unknown user id.
     """
-    own = os.environ.get("PACELINE_CACHE")
-    if own:
-        return Path(own)
+    if configured := os.environ.get("PACELINE_CACHE"):
+        return Path(configured)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "paceline"
@@ -238,25 +237,25 @@ def weights_cache_bytes() -> int:
     Raises:
         ConfigError: PACELINE_CACHE_GB is not a number >= 0.
     """
-    given = os.environ.get("PACELINE_CACHE_GB", "").strip() or str(_WEIGHTS_CACHE_GB)
+    configured = os.environ.get("PACELINE_CACHE_GB", "").strip() or str(_DEFAULT_WEIGHTS_CACHE_GB)
     try:
-        size = float(given)
+        size = float(configured)
     except ValueError:
         size = -1.0
-    if not 0.0 <= size <= _MAX_CACHE_GB:
-        raise ConfigError(f"PACELINE_CACHE_GB is {given!r}: set it to a number of gigabytes from 0 to {_MAX_CACHE_GB}, 0 keeps no weights")
+    if not 0.0 <= size <= _MAX_WEIGHTS_CACHE_GB:
+        raise ConfigError(f"PACELINE_CACHE_GB is {configured!r}: set it to a number from 0 (no cache) to {_MAX_WEIGHTS_CACHE_GB}")
     return int(size * 1e9)
 
 
 def api_keys_from_environment() -> str:
-    """Return the server's API keys from PACELINE_API_KEYS, one per line; empty = not set. Commas become line breaks."""
+    """Return the server's API keys from PACELINE_API_KEYS, one per line; empty = not set. Commas also separate keys."""
     return os.environ.get("PACELINE_API_KEYS", "").replace(",", "\n")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        ours = _DTYPE_OF_OTHER_NAME.get(str(value).removeprefix("torch.")) if choices is DTYPES else None
-        raise ConfigError(f"{name} is {value!r}: " + (f"did you mean {ours!r}? " if ours else "") + f"use one of {', '.join(choices)}")
+        alias = _DTYPE_ALIASES.get(str(value).removeprefix("torch.")) if choices is DTYPES else None
+        raise ConfigError(f"{name} is {value!r}: " + (f"did you mean {alias!r}? " if alias else "") + f"use one of {', '.join(choices)}")
 
 
 def _check_directory(name: str, value: object) -> None:

@@ -89,7 +89,7 @@ def convert_library_errors(text: str, error_type: Callable[[str], PacelineError]
         raise error_type(f"{text} ({summarize_error(error)})") from error
 
 
-def prompt_too_long_text(num_tokens: int, max_model_len: int, advice: str, *, why: str = "") -> str:
+def prompt_too_long_text(num_tokens: int, max_model_len: int, advice: str, *, explanation: str = "") -> str:
     """Return the error text for a prompt that leaves no room for output.
 
     It contains the sentences of Anthropic ("prompt is too long") and OpenAI ("maximum context length"), because agents search errors for
@@ -97,9 +97,9 @@ def prompt_too_long_text(num_tokens: int, max_model_len: int, advice: str, *, wh
 
     Args:
         advice: what the user can do, which is appended.
-        why: text after the numbers, such as how `num_tokens` was estimated.
+        explanation: text after the numbers, such as how `num_tokens` was estimated.
     """
-    first = f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{why}"
+    first = f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{explanation}"
     return f"{first}. This model's maximum context length is {max_model_len} tokens, and at least one must be left for the output: {advice}"
 
 

@@ -34,7 +34,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 
 class _AttributeHints(type):
-    """Metaclass of `LLM`. For attributes that other libraries have, such as `from_pretrained`, the AttributeError names ours."""
+    """Metaclass of `LLM`. If code uses a method of another library, such as `from_pretrained`, the AttributeError suggests our method."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(unknown_method(name), name=name, obj=cls)
@@ -67,9 +67,8 @@ class LLM(metaclass=_AttributeHints):
             "medusa" or "mtp" in the model's own directory, the directory or id of a draft model or of heads, or a list of several.
         num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
         tree_width: candidates per position of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
-        draft_quantization: as `quantization`, for draft models and heads. "auto": on the CPU they get 4 bits if the target has at most 10
-            bits per value, or 8 bits if the target has 16. The target's LM head is then used as it is, except that a copy of some of its
-            rows is quantised in the same way.
+        draft_quantization: as `quantization`, for draft models and heads. "auto" on the CPU: 4 bits if the target has at most 10 bits
+            per value, 8 bits if the target has 16. Heads that copy rows of the target's LM head quantise the copy in the same way.
         draft_adapter: directory of a LoRA adapter for the draft model; it changes the speed only.
         drafter_options: settings of a drafting method, such as {"tree": "accuracy"} for medusa; see docs/methods.
         acceptance: rule that accepts draft tokens: "match" (a seed gives the same text with any drafter) or "rejection" (texts are sampled
@@ -128,16 +127,16 @@ class LLM(metaclass=_AttributeHints):
         offline: bool = False,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        config, self._speculation, self._given_drafters = parse_settings(model, options)
-        self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._given_drafters)
+        config, self._speculation, self._drafter_objects = parse_settings(model, options)
+        self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._drafter_objects)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError. For methods that other libraries have, the error names ours."""
+        """Raise AttributeError. For a method of another library, the error suggests our method."""
         raise AttributeError(unknown_method(name), name=name, obj=self)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise RequestError, because other libraries' models are called like functions. The error names `generate` and `chat`."""
-        raise RequestError("an LLM is no function: use llm.generate(prompt, SamplingParams(...)) or llm.chat(messages, ...)")
+        """Raise RequestError, which suggests `generate` and `chat`: models of other libraries are called like functions."""
+        raise RequestError("an LLM cannot be called: use llm.generate(prompt, SamplingParams(...)) or llm.chat(messages, ...)")
 
     def __enter__(self) -> "LLM":
         _ = self._loaded  # raises an error if the LLM is closed
@@ -214,9 +213,9 @@ class LLM(metaclass=_AttributeHints):
         return self._loaded.banner
 
     def explain(self, output: RequestOutput) -> list[str]:
-        """Return lines that explain the draft lengths of an output, and list its steps if it has them (`speculation={"trees": True}`)."""
+        """Return lines that explain the draft lengths of an output, and list the steps recorded by `speculation={"trees": True}`."""
         steps = explain_steps(output.steps) if output.steps is not None else []
-        described = [f"drafter: {one.traits.description}" for one in self.engine.speculator.drafters if one.traits.description]
+        described = [f"drafter: {drafter.traits.description}" for drafter in self.engine.speculator.drafters if drafter.traits.description]
         return [*steps, *explain_policy(self.engine.speculator.policy), *described] if self.engine.speculator.drafters else steps
 
     def stats(self) -> EngineStats:
@@ -268,21 +267,21 @@ class LLM(metaclass=_AttributeHints):
         Raises:
             RequestError: as for `generate`, or `n` > 1 for a conversation that is not in a list.
         """
-        given: object = messages
-        if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        unchecked_messages: object = messages
+        if not isinstance(unchecked_messages, Sequence) or isinstance(unchecked_messages, str) or not unchecked_messages:
             raise RequestError(
-                f"messages is {given!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
+                f"messages is {unchecked_messages!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
             )
-        is_one = isinstance(messages[0], Mapping)
-        conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
+        is_single = isinstance(messages[0], Mapping)
+        conversations = [cast(Messages, messages)] if is_single else cast(Sequence[Messages], messages)
         params_list = params_per_prompt(sampling_params, len(conversations))
-        if is_one and params_list[0].n > 1:
+        if is_single and params_list[0].n > 1:
             raise RequestError(f"n is {params_list[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
         chats = [self._input_processor.prepare_chat(conversation, options) for conversation in conversations]
         outputs = self._run_requests([ids for ids, _, _ in chats], params_list, chats[0][2])
         parsers = [parser for (_, parser, _), params in zip(chats, params_list, strict=True) for _ in range(params.n)]
         outputs = [parser.parse(output) for parser, output in zip(parsers, outputs, strict=True)]
-        return outputs[0] if is_one else outputs
+        return outputs[0] if is_single else outputs
 
     def prompt_token_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
@@ -335,7 +334,7 @@ class LLM(metaclass=_AttributeHints):
         self._loaded.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
-        """Reject new requests for an adapter; running ones keep it.
+        """Reject new requests for an adapter; running requests still use it.
 
         Raises:
             ConfigError: no adapter has this name.
@@ -354,8 +353,8 @@ class LLM(metaclass=_AttributeHints):
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
         needs = DrafterNeeds.union(drafters)
-        if needs.hidden_states or needs.layers:  # drafters that read hidden states have caches that belong to the old target
-            drafters = list(self._given_drafters)
+        if needs.hidden_states or needs.layers:  # caches of drafters that read hidden states belong to the old target
+            drafters = list(self._drafter_objects)
         config = replace(self._loaded.config, quantization=quantization, adapters={})
         loaded = load_engine(config, self._speculation, drafters, with_xlora=self.engine.runtime.supports_xlora)
         for adapter in self.engine.adapters.loaded:
@@ -390,21 +389,21 @@ class LLM(metaclass=_AttributeHints):
 
     def _stream_request(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
         with self._hold_engine() as loaded:
-            num_seen = dict.fromkeys(loaded.make_requests([prompt], params, options, is_streamed=True), 0)
-            with closing(loaded.engine.run(list(num_seen))) as steps:
-                while num_seen:
+            num_sent = dict.fromkeys(loaded.make_requests([prompt], params, options, is_streamed=True), 0)
+            with closing(loaded.engine.run(list(num_sent))) as steps:
+                while num_sent:
                     _ = self._loaded  # raises an error if the LLM is closed
-                    if not _has_new_tokens(num_seen):  # steps of another thread may have added some
+                    if not _has_new_tokens(num_sent):  # steps of another thread may have added tokens
                         next(steps, None)
                     with loaded.engine.between_steps():
-                        raise_first_error(list(num_seen))  # a step of another thread may have set an error
-                        chunks = [loaded.make_chunk(request, seen) for request, seen in num_seen.items()]
-                        num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                    yield from chunks  # outside the lock, because the caller may start steps while it has a chunk
+                        raise_first_error(list(num_sent))  # a step of another thread may have set an error
+                        chunks = [loaded.make_chunk(request, sent) for request, sent in num_sent.items()]
+                        num_sent = {request: request.num_output_tokens for request in num_sent if not request.is_finished}
+                    yield from chunks  # outside the lock, because the caller may start steps between chunks
 
 
-def _has_new_tokens(num_seen: Mapping[EngineRequest, int]) -> bool:
-    """Return whether a request has more tokens than `num_seen`, or has ended. If one failed, False: the next step raises its error."""
-    if any(request.error is not None for request in num_seen):
+def _has_new_tokens(num_sent: Mapping[EngineRequest, int]) -> bool:
+    """Return whether a request has ended or has more tokens than `num_sent`. False after an error, which the next step raises."""
+    if any(request.error is not None for request in num_sent):
         return False
-    return any(request.is_finished or request.num_output_tokens > seen for request, seen in num_seen.items())
+    return any(request.is_finished or request.num_output_tokens > sent for request, sent in num_sent.items())

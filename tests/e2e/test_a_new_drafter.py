@@ -131,8 +131,8 @@ def named(name: object = "own", **members: Any) -> Any:
 @pytest.mark.parametrize(
     ("drafter", "text"),
     [
-        (named(""), "the drafter Own is called ''"),
-        (named(["a"]), r"the drafter Own is called \['a'\]"),
+        (named(""), "the drafter Own has the name ''"),
+        (named(["a"]), r"the drafter Own has the name \['a'\]"),
         (named("none"), "that is none of none, auto, grammar"),
         (named("a+b"), "without '\\+'"),
         (named("a\nb"), "use a printable text"),
@@ -140,8 +140,8 @@ def named(name: object = "own", **members: Any) -> Any:
         (named(needs="x"), "needs of the drafter 'own' is 'x': use DrafterNeeds"),
         (named(traits=7), "traits of the drafter 'own' is 7: use DrafterTraits"),
         (named(traits=DrafterTraits(notices="abc")), "a list of texts"),
-        ([named(), named()], "two drafters are called 'own'"),
-        ([named(), "ngram"], "drafter holds Own and 'ngram'"),
+        ([named(), named()], "two drafters are named 'own'"),
+        ([named(), "ngram"], "drafter contains Own and 'ngram'"),
     ],
 )
 def test_invalid_drafter_object_is_one_error_at_load(drafter: Any, text: str) -> None:

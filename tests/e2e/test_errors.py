@@ -145,7 +145,7 @@ def test_invalid_messages_are_refused(llm: LLM, messages: Any) -> None:
 
 def test_prompt_as_long_as_the_context_is_refused(llm: LLM) -> None:
     with raises(
-        RequestError, "512 tokens > 511 maximum", "context length is 512 tokens", "shorten the prompt (the model was made for 512 tokens)"
+        RequestError, "512 tokens > 511 maximum", "context length is 512 tokens", "shorten the prompt (the model's maximum is 512 tokens)"
     ):
         llm.generate([[5], [5] * 512], GREEDY)
 

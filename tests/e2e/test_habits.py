@@ -340,8 +340,8 @@ def test_speculative_config_of_vllm_is_accepted(given: dict[str, object], drafte
     ("given", "more", "says"),
     [
         ("ngram", {}, "give a dictionary such as"),
-        ({"draft_tensor_parallel_size": 2}, {}, "'draft_tensor_parallel_size', which is not served: use method, model"),
-        ({"method": "frog"}, {}, "method is 'frog', which there is not: use one of ngram"),
+        ({"draft_tensor_parallel_size": 2}, {}, "unknown key 'draft_tensor_parallel_size': use method, model"),
+        ({"method": "frog"}, {}, "unknown method 'frog': use one of ngram"),
         ({"num_speculative_tokens": 3}, {}, "needs a model"),
         ({"method": "eagle"}, {}, "needs a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, {}, "num_speculative_tokens is 0"),

@@ -61,7 +61,7 @@ def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int
     assert open_llm(target, "auto").drafter_name == ("suffix+mtp" if count == 0 else "suffix")
     if count == 0:
         notices = open_llm(target, "none").notices
-        assert any("holds a drafting head: drafter='mtp' drafts with it" in notice for notice in notices)
+        assert any("contains a drafting head: use drafter='mtp'" in notice for notice in notices)
     else:
         with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
             open_llm(target, "mtp")
@@ -94,7 +94,7 @@ def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> No
         open_llm(target, "mtp")
     llm = open_llm(target, "auto")
     assert llm.drafter_name == "suffix"
-    assert any("holds a drafting head" in notice for notice in llm.notices)
+    assert any("contains a drafting head" in notice for notice in llm.notices)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_hybrid_gguf_drafts_with_its_mtp_module(tmp_path: Path, case: str) -> No
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=numbered_vocabulary(VOCAB_SIZE))
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "suffix+mtp"
-    assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
+    assert any("contains a drafting head: use drafter='mtp'" in notice for notice in plain.notices)
     for params in (GREEDY, SAMPLED):
         check_drafting(llm, plain, params)
 

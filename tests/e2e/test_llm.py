@@ -257,7 +257,7 @@ def test_context_shorter_than_the_profiled_lengths_loads(open_llm: Open) -> None
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
         assert_clean(llm)
-    assert "the cache holds 32 tokens" in llm.notices[-1]
+    assert "the cache has room for 32 tokens" in llm.notices[-1]
 
 
 def test_profile_is_stored_in_the_configured_cache_directory(shared_llm: LLM, measured_facts: Path) -> None:

@@ -43,4 +43,4 @@ def test_model_file_with_medusa_heads_runs_without_them(tmp_path: Path) -> None:
     write_heads(target, "whole", random_heads())
     llm = open_llm(target, "none")
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == ids_of(before)
-    assert any("holds a drafting head: drafter='medusa'" in notice for notice in llm.notices)
+    assert any("contains a drafting head: use drafter='medusa'" in notice for notice in llm.notices)

@@ -36,9 +36,9 @@ def test_model_file_with_an_mtp_module_runs_without_it(tmp_path: Path, layout: s
     add_module(target, layout, random_module(), num_layers=2)
     llm = open_llm(target, "none")
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == before
-    assert any("holds a drafting head: drafter='mtp'" in notice for notice in llm.notices)
+    assert any("contains a drafting head: use drafter='mtp'" in notice for notice in llm.notices)
     for drafter in ("mtp", ["ngram", "mtp"]):
-        assert not any("holds a drafting head" in notice for notice in open_llm(target, drafter).notices)
+        assert not any("contains a drafting head" in notice for notice in open_llm(target, drafter).notices)
 
 
 def test_extra_decoder_layer_that_is_no_mtp_module_is_refused(tmp_path: Path) -> None:

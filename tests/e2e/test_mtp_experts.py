@@ -39,7 +39,7 @@ def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantiz
         llm = open_llm(directory, "mtp", draft_quantization=quantization)
         for params in (GREEDY, SAMPLED):
             check_drafting(llm, plain, params)
-    assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
+    assert any("contains a drafting head: use drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
     assert open_llm(target, "auto").drafter_name == "suffix+mtp"
 
 
@@ -93,7 +93,7 @@ def test_moe_gguf_drafts_with_its_mtp_module(tmp_path: Path) -> None:
     quantised = write_gguf(directory, tmp_path / "quantised.gguf", "Q8_0", metadata=TOKENIZER)
     without = open_llm(quantised, "none")
     (notice,) = [notice for notice in without.notices if "head" in notice]
-    assert notice == f"{quantised} also holds a drafting head: drafter='mtp' drafts with it"
+    assert notice == f"{quantised} also contains a drafting head: use drafter='mtp'"
     for drafter, quantization in (("mtp", "none"), (str(quantised), "int4")):
         llm = open_llm(quantised, drafter, draft_quantization=quantization)
         assert llm.drafter_name == "mtp"

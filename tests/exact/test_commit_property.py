@@ -20,7 +20,7 @@ from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_
 from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
 from paceline import SamplingParams
 from paceline.engine.input_processor import InputProcessor
-from paceline.engine.text_stop import TextStop
+from paceline.engine.stop_matcher import StopStringMatcher
 from paceline.kv_cache.cache import KVCache
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray
@@ -314,18 +314,18 @@ def count_statistics_before_the_stop(patch: pytest.MonkeyPatch) -> None:
 
 def check_stop_strings_once_a_step(patch: pytest.MonkeyPatch) -> None:
     """A stop that spans two blocks is missed, and within one it is found only at the block's end."""
-    real_commit, real_push = commit_module.commit, TextStop.push
+    real_commit, real_push = commit_module.commit, StopStringMatcher.push
 
     def commit(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
         is_last = iter([False] * (len(token_ids) - 1) + [True] * 9)
         with pytest.MonkeyPatch.context() as inner:
             late: list[int] = []
 
-            def push(self: TextStop, token_id: int) -> bool:
+            def push(self: StopStringMatcher, token_id: int) -> bool:
                 late.append(token_id)
                 return any(real_push(self, token) for token in late) if next(is_last) else False
 
-            inner.setattr(TextStop, "push", push)
+            inner.setattr(StopStringMatcher, "push", push)
             return real_commit(request, token_ids, num_accepted, **options)
 
     patch.setattr(step_module, "commit", commit)
@@ -348,10 +348,10 @@ def count_min_tokens_without_the_draft_path(patch: pytest.MonkeyPatch) -> None:
 def check_max_tokens_once_a_step(patch: pytest.MonkeyPatch) -> None:
     limited, real_reason, real_commit = [False], commit_module.finish_reason, commit_module.commit
 
-    def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
+    def reason(request: Request, path: Sequence[int], stop_matcher: StopStringMatcher | None) -> Any:
         names = ("token_ids", "params", "end_token_ids", "processor")
         full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in names})
-        return real_reason(full if limited[0] else request, path, text_stop)  # type: ignore[arg-type]
+        return real_reason(full if limited[0] else request, path, stop_matcher)  # type: ignore[arg-type]
 
     def commit(request: Request, token_ids: Sequence[int], *args: Any, **options: Any) -> int:
         limited[0] = len(token_ids) > 1

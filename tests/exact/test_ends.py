@@ -152,8 +152,8 @@ def assert_plain(case: Case, input_processor: InputProcessor, outcome: Outcome) 
         assert ended == (outcome.error is None and count == len(outcome.token_ids))
         request.token_ids.append(token)
         request.processor.commit(token)
-        if request.text_stop is not None:
-            request.text_stop.push(token)
+        if request.stop_matcher is not None:
+            request.stop_matcher.push(token)
     if outcome.error is not None:
         with pytest.raises(RequestError) as refusal:
             request.processor.process(table[len(request.token_ids) - 1])

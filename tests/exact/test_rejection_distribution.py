@@ -32,7 +32,7 @@ from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance_ratio, draw_distinct
 from paceline.speculation import rejection
 from paceline.speculation.commit import commit
-from paceline.speculation.propose import reserve
+from paceline.speculation.propose import reserve_rows
 from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
@@ -231,7 +231,7 @@ class Room:
         batch = [RequestRows(self._request, 1, tree)]
         if self._num_others:
             batch.append(RequestRows(self._other, self._num_others, None))
-        reserve(batch, self._cache)
+        reserve_rows(batch, self._cache)
         self._cache.check()
         for rows in batch:
             self._cache.cancel(rows.request.cached_sequence)

@@ -167,7 +167,7 @@ def _guess(
     if num_considered == 0:
         return 0.0, 0.0
     plan_s = 0.0 if type(policy) is FixedDraftLength else costs.asking_s * num_considered
-    policy.plan(batch, player, None)
+    policy.plan_drafts(batch, player, None)
     asked = [rows for rows in batch if rows.draft_budget is not None]
     if not asked:
         return 0.0, plan_s

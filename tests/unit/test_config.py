@@ -101,7 +101,7 @@ def test_threads_are_capped_at_the_usable_processors(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("paceline.config.performance_processors", lambda: 2)
     assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [2, 1, 3, 3]
     (notice,) = EngineConfig(threads=64).notices
-    assert "threads is 64, and 3 are used" in notice
+    assert "threads is 64, but only 3 are used" in notice
     for settled in (EngineConfig(), EngineConfig(threads=3)):
         assert settled.notices == ()
 

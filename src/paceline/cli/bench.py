@@ -14,7 +14,7 @@ import typer
 from paceline.cli.options import DEBUG, MODEL, MODEL_ARGUMENT, NO_MODEL, OUTPUT, flags_of, named_model, numbers, option, with_parameters
 from paceline.cli.report_files import check_report_files, write_report, write_reports
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, print_error, print_notice, reported_errors
-from paceline.config import QUANT
+from paceline.config import QUANTIZATIONS
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _OPTIONS = (
     MODEL_ARGUMENT,
     option(*flags_of("model"), hint=str | None, text=MODEL.options["model"], panel=None, show_default=False),
     _option("--gguf-file", text=MODEL.options["gguf_file"]),
-    _option("--quantization", hint=str, text=MODEL.options["quantization"], metavar="|".join(QUANT), default="none"),
+    _option("--quantization", hint=str, text=MODEL.options["quantization"], metavar="|".join(QUANTIZATIONS), default="none"),
     _option("-md", "--draft-model", text="A draft model's directory, file or id, for us and peers."),
     _option("--drafter", hint=list[str] | None, text=DRAFTER_HELP, metavar="<str>"),
     _option("--num-speculative-tokens", hint=int | None, text="Draft tokens a step. Default: as many as pay."),

@@ -9,7 +9,17 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
+from paceline.config import (
+    ACCEPTANCE_RULES,
+    DEVICES,
+    DRAFT_QUANTIZATIONS,
+    DTYPES,
+    GGUF_WEIGHTS,
+    NUMERICS,
+    QUANTIZATIONS,
+    EngineConfig,
+    SpeculationConfig,
+)
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.defaults import DEFAULT_NAMES
 from paceline.sampling.params import MAX_INT, SamplingParams
@@ -168,9 +178,9 @@ METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
     "kv_cache_dtype": "<str>",
-    "quantization": "|".join(QUANT),
-    "draft_quantization": "|".join(DRAFT_QUANT),
-    "acceptance": "|".join(ACCEPTANCE),
+    "quantization": "|".join(QUANTIZATIONS),
+    "draft_quantization": "|".join(DRAFT_QUANTIZATIONS),
+    "acceptance": "|".join(ACCEPTANCE_RULES),
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column
     "gguf_weights": "|".join(GGUF_WEIGHTS),

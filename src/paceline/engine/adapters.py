@@ -11,7 +11,7 @@ from paceline.runtimes.base import Network
 
 @dataclass(slots=True)
 class _LoadedAdapter:
-    """An adapter, the number that the runtime gave it, and how many unfinished requests use it."""
+    """An adapter, its number in the runtime, and how many unfinished requests use it."""
 
     adapter: Adapter
     adapter_number: int
@@ -48,10 +48,10 @@ class Adapters:
             ConfigError: an adapter has this name.
         """
         if name in self._by_name:
-            raise ConfigError(f"an adapter is called {name!r} already: remove it first, or give this one another name")
+            raise ConfigError(f"an adapter named {name!r} is loaded: remove it first, or choose another name")
 
     def check_loaded(self, name: str | None) -> None:
-        """Check that an adapter of this name is loaded. None stands for no adapter and passes.
+        """Check that an adapter of this name is loaded; None = the target without an adapter, which passes.
 
         Raises:
             RequestError: no adapter has this name.
@@ -61,7 +61,7 @@ class Adapters:
             raise RequestError(text, parameter="adapter", code="adapter_not_found")
 
     def add(self, adapter: Adapter, adapter_number: int) -> None:
-        """Let requests select an adapter that the runtime has loaded under this number.
+        """Let requests select an adapter, which the runtime has loaded as `adapter_number`.
 
         Raises:
             ConfigError: as `check_name_unused`.
@@ -75,17 +75,17 @@ class Adapters:
         Raises:
             ConfigError: no adapter has this name.
         """
-        given: object = name
-        loaded = self._by_name.pop(name, None) if isinstance(given, str) else None
+        unchecked_name: object = name
+        loaded = self._by_name.pop(name, None) if isinstance(unchecked_name, str) else None
         if loaded is None:
             raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {self._list_names()}")
         loaded.is_removed = True
         self._free_if_unused(loaded)
 
     def acquire(self, request: EngineRequest) -> None:
-        """Assign to a new request the adapter that it names, and count the request as its user.
+        """Assign the selected adapter to a new request, and increment the number of requests that use the adapter.
 
-        Only requests of the same adapter then share cached rows, and draft from each other's outputs.
+        Only requests with the same adapter may share cached rows and draft from each other's outputs.
 
         Raises:
             RequestError: as `check_loaded`.
@@ -101,7 +101,7 @@ class Adapters:
             request.namespace = f"{request.namespace}\0{loaded.adapter.digest.hex()}"
 
     def release(self, request: EngineRequest) -> None:
-        """Stop counting a request that has ended as a user of its adapter."""
+        """Decrement the number of requests that use an adapter, because this request has ended."""
         loaded = self._adapter_of.pop(request, None)
         if loaded is not None:
             loaded.num_requests -= 1

@@ -23,13 +23,13 @@ from paceline.engine.chat_messages import (
     tool_with_types,
     with_arguments_as_text,
     with_content_in_reasoning,
-    with_folded_later_system,
-    with_folded_system,
     with_generic_tools,
+    with_later_system_as_user_text,
     with_merged_turns,
     with_sequential_calls,
     with_short_call_ids,
     with_string_contents,
+    with_system_as_user_text,
 )
 from paceline.engine.inputs import Messages
 from paceline.errors import RequestError
@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # import cycle: the input processor builds prompts with this 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Template variables that `template_options` cannot set, because `chat_prompt` sets them."""
 
-FOLDED_SYSTEM = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
-GENERIC_TOOLS = "this model's chat template does not support tools: they are described in the system message, and calls are written as JSON"
+SYSTEM_AS_USER_NOTICE = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
+GENERIC_TOOLS_NOTICE = "this model's chat template does not support tools: the system message describes them, and calls are written as JSON"
 
 _ADAPTATIONS: tuple[Adaptation, ...] = (
     with_arguments_as_text,
@@ -56,15 +56,15 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
     with_sequential_calls,
     with_content_in_reasoning,
     with_merged_turns,
-    with_folded_system,
+    with_system_as_user_text,
 )
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 """Roles whose messages must have a content."""
-_MAX_RETRY_SECONDS = 1.0
+_MAX_RETRY_S = 1.0
 _NUM_PROMPT_TAIL_TOKENS = 16  # number of tokens at the end of a prompt that are searched for the opening mark of reasoning
-_SEARCHED_TEXT = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
-_FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
-_USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+_SEARCHED_LITERAL = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
+_FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
+_USER_MESSAGE, _ASSISTANT_MESSAGE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ class ChatOutputParser:
         """Return a finished output with content, reasoning and tool calls parsed from its text."""
         stream = self.stream_parser()
         events = [*stream.push(output.text), *stream.finish()]
-        found = ParsedOutput.of_events(events, stream.sink.broken_off)
-        return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
+        parsed = ParsedOutput.of_events(events, stream.sink.broken_off)
+        return replace(output, content=parsed.content, reasoning=parsed.reasoning, tool_calls=parsed.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,27 +168,27 @@ def chat_prompt(
         RequestError: the conversation is empty, too long or malformed, or the template rejects it.
         BackendUnavailableError: the process that renders templates cannot be started.
     """
-    described = parse_tools(tools)
-    plain = _check_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
+    parsed_tools = parse_tools(tools)
+    checked = _check_messages(input_processor, messages, [parsed_tools, template_options], continue_final_message=continue_final_message)
     template_options = {} if template_options is None else template_options
     check_template_options(input_processor.tokenizer, template_options)
     conversation = _Conversation(
         input_processor=input_processor,
-        messages=messages_for_template(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
-        tools=[tool_for_template(tool) for tool in described],
+        messages=messages_for_template(checked, has_developer_role=_has_developer_role(input_processor.tokenizer, checked)),
+        tools=[tool_for_template(tool) for tool in parsed_tools],
         options=template_options,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
     prompt = None
-    if input_processor.tokenizer.template_uses("tools") or not (described or has_tool_calls(plain)):
+    if input_processor.tokenizer.template_uses("tools") or not (parsed_tools or has_tool_calls(checked)):
         prompt, text = _render_and_encode(conversation)
-        prompt = prompt if all(tool.name in text for tool in described) else None
+        prompt = prompt if all(tool.name in text for tool in parsed_tools) else None
     if prompt is None:
-        messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
-        prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-        prompt = replace(prompt, uses_generic_tools=bool(described))
+        messages = with_generic_tools(conversation.messages, generic_tool_prompt(parsed_tools) if parsed_tools else "")
+        prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS_NOTICE,)))
+        prompt = replace(prompt, uses_generic_tools=bool(parsed_tools))
     for notice in prompt.notices:
         input_processor.log_once(notice)
     return prompt
@@ -198,7 +198,7 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[Any, Any]) -> 
     """Check that the chat template reads each of the options.
 
     Raises:
-        RequestError: `options` is no mapping, or the template does not read one; `RequestError.parameter` is "template_options".
+        RequestError: `options` is no mapping, or the template does not read an option; `RequestError.parameter` is "template_options".
     """
     if not isinstance(options, Mapping):
         raise RequestError(f"chat_template_kwargs is {options!r}: give a mapping of names to values", parameter="template_options")
@@ -208,39 +208,39 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[Any, Any]) -> 
 
 
 def _check_messages(
-    input_processor: "InputProcessor", messages: Messages, others: Sequence[Any], *, continue_final_message: bool
+    input_processor: "InputProcessor", messages: Messages, tools_and_options: Sequence[Any], *, continue_final_message: bool
 ) -> Messages:
-    """Check the number, the form and the length of messages, and return them with strings as contents.
+    """Check the number, form and length of messages; return the messages with strings as contents.
 
-    Lengths are checked before anything is rendered or encoded, so that a conversation that is too long is rejected quickly.
+    Lengths are checked before anything is rendered or encoded, so that too long conversations are rejected quickly.
 
     Args:
-        others: tools and options, whose strings count towards the length.
+        tools_and_options: values whose strings count towards the length.
     """
     if not hasattr(messages, "__len__") or isinstance(messages, str | Mapping):
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one message", parameter="messages")
     input_processor.check_num_messages(len(messages))
-    plain = with_string_contents(messages)
-    for index, one in enumerate(plain):
-        _check_message(index, one)
+    with_strings = with_string_contents(messages)
+    for index, message in enumerate(with_strings):
+        _check_message(index, message)
     try:
-        input_processor.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
+        input_processor.check_num_chars(sum(map(len, strings_in([*with_strings, *tools_and_options]))))
     except RecursionError:
         raise RequestError("messages or tools are nested too deeply: send them flatter", parameter="messages") from None
-    last = plain[-1]
+    last = with_strings[-1]
     if continue_final_message and (last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(last.get("content"), str)):
         raise RequestError(
             "continue_final_message continues the text of an assistant, and the last message is none: send one with a text and no calls",
             parameter="continue_final_message",
         )
-    return plain
+    return with_strings
 
 
 def _check_message(index: int, message: object) -> None:
     if not isinstance(message, Mapping):
-        raise RequestError(f"messages holds {message!r}: give {{'role', 'content'}}", parameter="messages")
+        raise RequestError(f"messages contains {message!r}: give {{'role', 'content'}}", parameter="messages")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         problem = "is missing" if role is None else f"is {role!r}"
@@ -255,20 +255,20 @@ def _check_message(index: int, message: object) -> None:
 
 def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt as token ids, and its text."""
-    conversation = _with_rendered_system(conversation)
+    conversation = _move_unrendered_system_text(conversation)
     tokenizer = conversation.input_processor.tokenizer
     template = tokenizer.template_source(has_tools=bool(conversation.tools))
-    given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
-    searched = _texts_searched_by_template(conversation.messages, template)
-    escaped = tokenizer.control_token_escaper.escape(given, others=[template], except_in=searched)
+    values: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
+    searched_texts = _texts_searched_by_template(conversation.messages, template)
+    escaped = tokenizer.control_token_escaper.escape(values, others=[template], except_in=searched_texts)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
-    *messages, tools, options = escaped.value if is_escaped else given
-    end = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
-    if end:
-        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
+    *messages, tools, options = escaped.value if is_escaped else values
+    end_marker = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
+    if end_marker:
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end_marker} "}
     text, notices = _render_accepted_variant(replace(conversation, messages=messages, tools=tools, options=options))
-    if end:
-        text = _text_before(text, end)
+    if end_marker:
+        text = _text_before_marker(text, end_marker)
     conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
@@ -279,12 +279,12 @@ def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     return ChatPrompt(token_ids=ids, notices=(*conversation.notices, *notices)), text
 
 
-def _text_before(text: str, end: str) -> str:
-    """Return the text before `end`, the character that was added at the end of the last message.
+def _text_before_marker(text: str, end_marker: str) -> str:
+    """Return the text before `end_marker`, a character that was appended to the last message to find its end in the rendered text.
 
-    If the template strips whitespace from the end of messages, whitespace before `end` is removed as well.
+    If the template strips whitespace from the end of messages, whitespace before `end_marker` is removed as well.
     """
-    index = text.rfind(end)
+    index = text.rfind(end_marker)
     if index < 0:
         raise RequestError(
             "continue_final_message: this model's chat template does not show the text of the last message; send it as a finished message",
@@ -294,83 +294,83 @@ def _text_before(text: str, end: str) -> str:
 
 
 def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
-    """Return whether the template renders messages of the role "developer", or there are none."""
+    """Return whether the template renders "developer" messages; True if the conversation has none."""
     if not any(message.get("role") == "developer" for message in messages):
         return True
     probe = {"role": "developer", "content": _DEVELOPER_PROBE}
-    return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER])
+    return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER_MESSAGE])
 
 
-def _with_rendered_system(conversation: _Conversation) -> _Conversation:
+def _move_unrendered_system_text(conversation: _Conversation) -> _Conversation:
     """If the template does not render system messages, return the conversation with their text moved into user messages."""
     messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
-    changed = None
-    first, later = ({"role": "system", "content": probe} for probe in (_FIRST_PROBE, _LATER_PROBE))
-    if not tokenizer.template_renders([_FIRST_PROBE], [first, _USER], has_tools=has_tools):
-        changed = with_folded_system([{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages])
-    elif (folded := with_folded_later_system(messages)) != messages:
-        both = [first, _USER, _ASSISTANT, later, _USER]
-        changed = None if tokenizer.template_renders([_FIRST_PROBE, _LATER_PROBE], both, has_tools=has_tools) else folded
-    if changed is not None:
-        return replace(conversation, messages=changed, notices=(*conversation.notices, FOLDED_SYSTEM))
+    moved = None
+    first_system, later_system = ({"role": "system", "content": probe} for probe in (_FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE))
+    if not tokenizer.template_renders([_FIRST_SYSTEM_PROBE], [first_system, _USER_MESSAGE], has_tools=has_tools):
+        moved = with_system_as_user_text([{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages])
+    elif (later_moved := with_later_system_as_user_text(messages)) != messages:
+        both = [first_system, _USER_MESSAGE, _ASSISTANT_MESSAGE, later_system, _USER_MESSAGE]
+        moved = None if tokenizer.template_renders([_FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE], both, has_tools=has_tools) else later_moved
+    if moved is not None:
+        return replace(conversation, messages=moved, notices=(*conversation.notices, SYSTEM_AS_USER_NOTICE))
     return conversation
 
 
 def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
-    """Render the variant of the conversation with the fewest changes that the template accepts; return the text and notices of changes.
+    """Render the least changed variant of the conversation that the template accepts; return the text and notices of the changes.
 
-    If the template rejects every variant, its error for the unchanged conversation is raised.
+    If the template rejects every variant, the error for the unchanged conversation is raised.
     """
     started_s, first_error = time.monotonic(), None
-    for changed, chosen in _adapted_variants(conversation):
+    for variant, adaptations in _adapted_variants(conversation):
         try:
-            text = changed.render(changed.messages)
+            text = variant.render(variant.messages)
         except RequestError as error:
             first_error = first_error or error
-            # each adapted conversation is rendered anew, which may take as long as templates may
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:
+            # templates can be slow, so the time limit is that of all variants together
+            if time.monotonic() - started_s > _MAX_RETRY_S:
                 break
             continue
-        if with_arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
-            text = changed.render(with_arguments_as_text(changed.messages))
-        if with_folded_system not in chosen and not _has_all_system_messages(changed.messages, text):
-            folded = with_folded_system(changed.messages)
+        if with_arguments_as_text not in adaptations and _has_python_repr_arguments(variant.messages, text):
+            text = variant.render(with_arguments_as_text(variant.messages))
+        if with_system_as_user_text not in adaptations and not _has_all_system_messages(variant.messages, text):
+            moved = with_system_as_user_text(variant.messages)
             with suppress(RequestError):
-                return changed.render(folded), (FOLDED_SYSTEM,)
-        return text, ((FOLDED_SYSTEM,) if with_folded_system in chosen else ())
+                return variant.render(moved), (SYSTEM_AS_USER_NOTICE,)
+        return text, ((SYSTEM_AS_USER_NOTICE,) if with_system_as_user_text in adaptations else ())
     assert first_error is not None
     raise first_error
 
 
 def _has_all_system_messages(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a prompt has the text of all system messages. Mistral Nemo's template omits it unless a user message is last."""
-    return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
+    """Return whether a prompt has the text of all system messages. Mistral Nemo's template omits the text unless a user message is last."""
+    return all(str(message.get("content") or "").strip() in text for message in messages if message.get("role") == "system")
 
 
 def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
-    """Yield variants of a conversation and the changes that made them, those with the fewest changes first."""
-    typed = [tool_with_types(tool) for tool in conversation.tools]
-    forms = [conversation.tools] if typed == conversation.tools else [conversation.tools, typed]
-    tried: list[Sequence[Message]] = []
+    """Yield variants of a conversation and the changes that made them. Variants with fewer changes come first."""
+    typed_tools = [tool_with_types(tool) for tool in conversation.tools]
+    tool_variants = [conversation.tools] if typed_tools == conversation.tools else [conversation.tools, typed_tools]
+    tried_messages: list[Sequence[Message]] = []
     for count in range(len(_ADAPTATIONS) + 1):
-        for chosen in combinations(_ADAPTATIONS, count):
+        for adaptations in combinations(_ADAPTATIONS, count):
             messages: Sequence[Message] = conversation.messages
-            for change in chosen:
-                messages = change(messages)
-            if messages not in tried:
-                tried.append(messages)
-                yield from ((replace(conversation, messages=messages, tools=tools), chosen) for tools in forms)
+            for adapt in adaptations:
+                messages = adapt(messages)
+            if messages not in tried_messages:
+                tried_messages.append(messages)
+                yield from ((replace(conversation, messages=messages, tools=tools), adaptations) for tools in tool_variants)
 
 
 def _has_python_repr_arguments(messages: Sequence[Message], text: str) -> bool:
     """Return whether the text has tool arguments as Python writes a dict, with single quotes, instead of JSON."""
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
-    return any(f"{given}" in text for given in arguments if isinstance(given, dict) and f"{given}".startswith("{'"))
+    return any(f"{value}" in text for value in arguments if isinstance(value, dict) and f"{value}".startswith("{'"))
 
 
 def _texts_searched_by_template(messages: Sequence[Message], template: str) -> dict[int, list[str]]:
-    """Return, by index of each assistant message, the texts that the template searches for in it, such as "</think>"."""
-    texts = [found[1] or found[2] or found[3] or found[4] for found in _SEARCHED_TEXT.finditer(template)]
+    """Return, by index of each assistant message, the texts that the template searches for in the message, such as "</think>"."""
+    texts = [match[1] or match[2] or match[3] or match[4] for match in _SEARCHED_LITERAL.finditer(template)]
     return {index: texts for index, message in enumerate(messages) if texts and message.get("role") == "assistant"}

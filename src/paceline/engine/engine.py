@@ -105,7 +105,7 @@ class StepLock:
         self._lock = Lock()
         self._process_id = os.getpid()
         self._owner: int | None = None  # id of the thread that holds the lock
-        self._is_drain_due = False
+        self._is_drain_requested = False
 
     @property
     def is_held_by_this_thread(self) -> bool:
@@ -132,18 +132,18 @@ class StepLock:
                     finally:
                         self._owner = None
         finally:
-            self._drain_if_due()
+            self._drain_if_requested()
 
     def request_drain(self) -> None:
         """Apply the queued changes. If another thread holds the lock, that thread applies them; this call never waits."""
-        self._is_drain_due = True
-        self._drain_if_due()
+        self._is_drain_requested = True
+        self._drain_if_requested()
 
-    def _drain_if_due(self) -> None:
+    def _drain_if_requested(self) -> None:
         """Apply the queued changes if the lock is free. `held` calls this after the release, for changes queued in the meantime."""
-        while self._is_drain_due and not self.is_held_by_this_thread and self._lock.acquire(blocking=False):
+        while self._is_drain_requested and not self.is_held_by_this_thread and self._lock.acquire(blocking=False):
             try:
-                self._owner, self._is_drain_due = get_ident(), False
+                self._owner, self._is_drain_requested = get_ident(), False
                 self._drain()
             finally:
                 self._owner = None
@@ -181,7 +181,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are no requests, and neither `run` nor `keep_busy` is in use."""
+        """Whether there are no requests, and no `run` or `keep_busy` is active."""
         return not self._runs and not self.has_work
 
     @property
@@ -218,10 +218,10 @@ class Engine:
         return self._lock.held()
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Load an adapter, which new requests can select. Other requests may be running.
+        """Load an adapter, which new requests can then select. Running requests are not affected.
 
         Raises:
-            ConfigError: the adapter's name is in use, or it was made for another model.
+            ConfigError: the adapter's name is in use, or the adapter was made for another model.
             BackendUnavailableError: the target's runtime does not support adapters.
         """
         self.adapters.check_name_unused(adapter.name)
@@ -234,7 +234,7 @@ class Engine:
             raise
 
     def remove_adapter(self, name: str) -> None:
-        """Reject new requests for an adapter. It is freed when the last request that uses it has ended.
+        """Reject new requests for an adapter. The adapter is freed when no request uses it any more.
 
         Raises:
             ConfigError: no adapter has this name.
@@ -250,11 +250,11 @@ class Engine:
             RequestError: the request selects a drafter or an adapter that is not loaded.
         """
         if self._num_blocks_for(request) > self.cache.pool.num_blocks:
-            size, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
-            if request.num_prompt_tokens < size:
-                raise CapacityError(f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {advice}")
-            why = f" (of the cache of {size} tokens)"
-            raise CapacityError(prompt_too_long_text(request.num_prompt_tokens, size, advice, why=why))
+            num_cache_tokens, advice = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
+            if request.num_prompt_tokens < num_cache_tokens:
+                raise CapacityError(f"prompt and output of {request.max_len} tokens do not fit the cache of {num_cache_tokens}: {advice}")
+            explanation = f" (of the cache of {num_cache_tokens} tokens)"
+            raise CapacityError(prompt_too_long_text(request.num_prompt_tokens, num_cache_tokens, advice, explanation=explanation))
         self.adapters.check_loaded(request.adapter)
         drafter, names = request.drafter, self.speculator.drafter_names
         if drafter is not None and drafter not in names:
@@ -274,7 +274,7 @@ class Engine:
         self._lock.request_drain()
 
     def abort_request(self, request: EngineRequest) -> None:
-        """End a request that has not ended. During a step, it ends after the step."""
+        """End a request that has not ended. If a step is running, the request ends after the step."""
         self._to_abort.append(request)
         self._lock.request_drain()
 
@@ -282,8 +282,8 @@ class Engine:
         """Run one pass of the target for the requests that the scheduler chooses.
 
         An error of one request ends only that request and is stored in `Request.error`. An error of the whole pass ends all its requests.
-        If Ctrl-C interrupts the target's pass, no request ends and the next step repeats the pass. If it interrupts other parts of the
-        step, the requests of the pass end.
+        If Ctrl-C interrupts the target's pass, no request ends and the next step repeats the pass. If Ctrl-C interrupts other parts
+        of the step, the requests of the pass end.
 
         Returns:
             the requests of the pass. Those that have finished are freed.
@@ -387,7 +387,7 @@ class Engine:
             request.last_token_s = now
 
     def _fail_pass(self, requests: Sequence[EngineRequest], error: Exception) -> None:
-        """End the requests of a pass that failed as a whole. If it failed because of too few free blocks, preempt the youngest instead."""
+        """End the requests of a pass that failed as a whole. If the cache had too few free blocks, preempt the youngest request instead."""
         for request in requests:
             self.cache.cancel(request.cached_sequence)
         if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
@@ -397,7 +397,7 @@ class Engine:
             request.fail(error)
 
     def _fail_oldest_request(self) -> list[EngineRequest]:
-        """End the oldest request, whose rows do not fit in the cache although no other request has blocks that could be freed."""
+        """End the oldest request with an error: its rows do not fit in the cache, and no other request has blocks to free."""
         if not self.has_work:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]

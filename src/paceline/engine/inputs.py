@@ -1,4 +1,4 @@
-"""Types and checks of what callers pass: prompts, conversations, sampling parameters and options."""
+"""Types and checks of the arguments of `LLM.generate` and `LLM.chat`: prompts, conversations, sampling parameters and options."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,13 +67,13 @@ _CHAT_OPTION_NAMES = {
     "continue_final_message": "continue_final_message",
     "allow_special_tokens": "allow_special_tokens",
 }
-_PARSER_NAMES = ("tool_call_parser", "reasoning_parser")
+_PARSER_OPTION_NAMES = ("tool_call_parser", "reasoning_parser")
 
 
 def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
     """Split options of a conversation into arguments of `chat_prompt.chat_prompt` and options of the request."""
     prompt = {_CHAT_OPTION_NAMES[name]: value for name, value in options.items() if name in _CHAT_OPTION_NAMES and value is not None}
-    request = {name: value for name, value in options.items() if name not in (*_CHAT_OPTION_NAMES, *_PARSER_NAMES)}
+    request = {name: value for name, value in options.items() if name not in (*_CHAT_OPTION_NAMES, *_PARSER_OPTION_NAMES)}
     return prompt, cast(RequestOptions, request)
 
 
@@ -113,7 +113,7 @@ def parse_token_ids(ids: object, name: str) -> list[int]:
     """Return token ids as a list. `ids` may be any iterable of whole numbers, such as a numpy array.
 
     Raises:
-        RequestError: `ids` is not such an iterable. The error names the parameter `name`.
+        RequestError: `ids` is no iterable of whole numbers; `RequestError.parameter` is `name`.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray):
         raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)
@@ -126,7 +126,7 @@ def _parse_token_id(item: object, name: str) -> int:
             return operator.index(item)  # type: ignore[arg-type]
     except TypeError:
         pass
-    raise RequestError(f"{name} holds {item!r}, which is no token id: give a string or whole numbers", parameter=name)
+    raise RequestError(f"{name} contains {item!r}, which is no token id: give a string or whole numbers", parameter=name)
 
 
 def params_per_prompt(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
@@ -137,8 +137,8 @@ def params_per_prompt(params: Params, num_prompts: int) -> Sequence[SamplingPara
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    given: object = params
-    if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+    unchecked_params: object = params
+    if not isinstance(unchecked_params, Sequence) or not all(isinstance(one, SamplingParams) for one in unchecked_params):
         text = f"sampling_params is {params!r}: give SamplingParams, or a list with one for each prompt"
         raise RequestError(text, parameter="sampling_params")
     if len(params) != num_prompts:

@@ -39,10 +39,10 @@ from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 16  # maximum draft tokens per step, unless the user sets a limit; the policy chooses the number
-_DRAFTER_OF_METHOD = {"ngram": "ngram", "[ngram]": "ngram", "suffix": "suffix", "medusa": "medusa", "mtp": "mtp"}
-"""Our names of vLLM's methods that need no separate model."""
-_METHODS_WITH_MODEL = ("draft_model", "medusa", "mtp", "eagle", "eagle3", "dflash", "dspark", "p_eagle", "pard")
-_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_DRAFTER_OF_VLLM_METHOD = {"ngram": "ngram", "[ngram]": "ngram", "suffix": "suffix", "medusa": "medusa", "mtp": "mtp"}
+"""Drafter names for vLLM's methods that need no separate model."""
+_VLLM_METHODS_WITH_MODEL = ("draft_model", "medusa", "mtp", "eagle", "eagle3", "dflash", "dspark", "p_eagle", "pard")
+_SPECULATIVE_CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,18 @@ class LoadedEngine:
     def make_requests(
         self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool
     ) -> list[EngineRequest]:
-        """Create the requests of all samples of all prompts, in order, without adding them to the engine.
+        """Create the requests of all samples of all prompts, in order. The caller adds them to the engine.
 
         Raises:
             RequestError: an option or a sampling parameter is invalid.
         """
-        checked = self.input_processor.check_options(
-            options, len(prompts), has_prediction_drafter=self.engine.speculator.uses_predicted_outputs
-        )
-        for one in checked:
-            self.engine.adapters.check_loaded(one.adapter)
+        has_prediction_drafter = self.engine.speculator.uses_predicted_outputs
+        all_options = self.input_processor.check_options(options, len(prompts), has_prediction_drafter=has_prediction_drafter)
+        for prompt_options in all_options:
+            self.engine.adapters.check_loaded(prompt_options.adapter)
         return [
             sample
-            for prompt, own_params, own_options in zip(prompts, params_per_prompt(params, len(prompts)), checked, strict=True)
+            for prompt, own_params, own_options in zip(prompts, params_per_prompt(params, len(prompts)), all_options, strict=True)
             for sample in self.input_processor.make_samples(prompt, own_params, own_options, is_streamed=is_streamed)
         ]
 
@@ -109,19 +108,19 @@ class LoadedEngine:
             CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
         """
         check_adapter_name(name)
-        given: object = directory
-        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-            raise ConfigError(f"the adapter's directory is {given!r}: give the path of one, such as 'adapters/sql'")
+        unchecked_directory: object = directory
+        if not isinstance(unchecked_directory, str | os.PathLike) or not os.fspath(unchecked_directory):
+            raise ConfigError(f"the adapter's directory is {unchecked_directory!r}: give its path, such as 'adapters/sql'")
         self.engine.adapters.check_name_unused(name)
         runtime = self.engine.runtime
         with convert_memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
             path, free = Path(os.fsdecode(directory)), available_memory_bytes()
-            read = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
-            self.engine.add_adapter(read)
+            adapter = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
+            self.engine.add_adapter(adapter)
 
-    def make_chunk(self, request: EngineRequest, num_seen: int) -> StreamChunk:
-        """Return what a streamed request has produced after its first `num_seen` output tokens, and its whole output if it has ended."""
-        return self.input_processor.make_chunk(request, num_seen, self.make_output(request) if request.is_finished else None)
+    def make_chunk(self, request: EngineRequest, num_sent: int) -> StreamChunk:
+        """Return a chunk of the output tokens after the first `num_sent`, and the whole output if the request has ended."""
+        return self.input_processor.make_chunk(request, num_sent, self.make_output(request) if request.is_finished else None)
 
     def make_output(self, request: EngineRequest) -> RequestOutput:
         """Return the output of a finished request."""
@@ -130,64 +129,63 @@ class LoadedEngine:
 
 
 def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Sequence[Drafter]]:
-    """Convert the arguments of `LLM` to engine settings, speculation settings, and the drafter objects among them.
+    """Convert the arguments of `LLM` to engine settings, speculation settings, and the `Drafter` objects passed as `drafter`.
 
     Raises:
         ConfigError: an argument is unknown or its value is invalid.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
-    options = _with_speculative_config(options)
+    options = _convert_speculative_config(options)
     drafter = options.get("drafter", "auto")
     drafters = _check_drafters(drafter)
     if drafters:
         _check_no_drafter_options(options)
     names = tuple(one.name for one in drafters) if drafters else tuple(drafter) if isinstance(drafter, list) else drafter
-    given = {**options, "model": os.fsdecode(model), "drafter": names}
-    given["drafter_options"], adapters = options.get("drafter_options") or {}, options.get("adapters") or {}
-    given["adapters"] = {name: _path_as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
-    given |= {name: _path_as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
-    of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
-    for name in given.keys() - of_engine - of_speculation:
-        raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, sampling_names=SAMPLING_NAMES))
-    engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
-    return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), drafters
+    settings = {**options, "model": os.fsdecode(model), "drafter": names}
+    settings["drafter_options"], adapters = options.get("drafter_options") or {}, options.get("adapters") or {}
+    settings["adapters"] = {name: _path_as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
+    settings |= {name: _path_as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
+    engine_names, speculation_names = ({one.name for one in fields(config_class)} for config_class in (EngineConfig, SpeculationConfig))
+    for name in settings.keys() - engine_names - speculation_names:
+        raise ConfigError(unknown_argument(name, "LLM", engine_names | speculation_names, sampling_names=SAMPLING_NAMES))
+    engine = EngineConfig(**{name: value for name, value in settings.items() if name in engine_names})
+    return engine, SpeculationConfig(**{name: value for name, value in settings.items() if name in speculation_names}), drafters
 
 
-def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
+def _convert_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
     """Replace vLLM's `speculative_config` among the options by our settings `drafter` and `num_speculative_tokens`.
 
-    A key of it whose value is None is ignored, and so are `prompt_lookup_max` and `prompt_lookup_min`, because our n-gram drafter compares
-    matches of all lengths.
+    Keys whose value is None are ignored, and so are `prompt_lookup_max` and `prompt_lookup_min`: our n-gram drafter tries all lengths.
 
     Raises:
-        ConfigError: it is not a dictionary, it has an unknown key or method, or our settings are also given.
+        ConfigError: `speculative_config` is no dictionary or has an unknown key or method, or our settings are also given.
     """
-    given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
-    if given is None:
+    config, others = options.get("speculative_config"), {name: value for name, value in options.items() if name != "speculative_config"}
+    if config is None:
         return others
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'speculative_config is {given!r}: give a dictionary such as {{"method": "ngram", "num_speculative_tokens": 4}}')
-    values = {name: value for name, value in given.items() if value is not None}
-    if unknown := [name for name in values if name not in _VLLM_KEYS]:
-        raise ConfigError(f"speculative_config has {unknown[0]!r}, which is not served: use {', '.join(_VLLM_KEYS)}, or our drafter=...")
-    settings: dict[str, Any] = {"drafter": _drafter_of_vllm(values.get("method"), values.get("model"))}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f'speculative_config is {config!r}: give a dictionary such as {{"method": "ngram", "num_speculative_tokens": 4}}')
+    values = {name: value for name, value in config.items() if value is not None}
+    if unknown := [name for name in values if name not in _SPECULATIVE_CONFIG_KEYS]:
+        raise ConfigError(f"speculative_config: unknown key {unknown[0]!r}: use {', '.join(_SPECULATIVE_CONFIG_KEYS)}, or our drafter=...")
+    settings: dict[str, Any] = {"drafter": _drafter_for_vllm_method(values.get("method"), values.get("model"))}
     if "num_speculative_tokens" in values:
         settings["num_speculative_tokens"] = values["num_speculative_tokens"]
-    if both := [name for name in ("drafter", "num_speculative_tokens") if others.get(name, "auto") != "auto"]:
-        raise ConfigError(f"speculative_config and {both[0]} are both given: give one of them")
+    if repeated := [name for name in ("drafter", "num_speculative_tokens") if others.get(name, "auto") != "auto"]:
+        raise ConfigError(f"speculative_config and {repeated[0]} are both given: give one of them")
     return others | settings
 
 
-def _drafter_of_vllm(method: object, model: object) -> str:
+def _drafter_for_vllm_method(method: object, model: object) -> str:
     if isinstance(model, str) and model in ("ngram", "[ngram]") and method is None:
         return "ngram"
     name = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
-    if name in ("ngram", "[ngram]", "suffix") or (model is None and name in _DRAFTER_OF_METHOD):
-        return _DRAFTER_OF_METHOD[str(name)]
-    if name is not None and name not in _METHODS_WITH_MODEL:
-        known = ", ".join(dict.fromkeys((*_DRAFTER_OF_METHOD, *_METHODS_WITH_MODEL)))
-        raise ConfigError(f"speculative_config: method is {method!r}, which there is not: use one of {known}")
+    if name in ("ngram", "[ngram]", "suffix") or (model is None and name in _DRAFTER_OF_VLLM_METHOD):
+        return _DRAFTER_OF_VLLM_METHOD[str(name)]
+    if name is not None and name not in _VLLM_METHODS_WITH_MODEL:
+        known = ", ".join(dict.fromkeys((*_DRAFTER_OF_VLLM_METHOD, *_VLLM_METHODS_WITH_MODEL)))
+        raise ConfigError(f"speculative_config: unknown method {method!r}: use one of {known}")
     if not isinstance(model, str) or not model:
         raise ConfigError("speculative_config needs a model: give the directory or id of a draft model or of heads, or the method 'ngram'")
     return model
@@ -198,25 +196,24 @@ def _path_as_text(path: Any) -> Any:
 
 
 def _check_drafters(drafter: object) -> list[Drafter]:
-    """Return the drafter objects that a caller passed as `drafter`, or an empty list for names. Raise a ConfigError if they are invalid."""
-    listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
-    drafters = [one for one in listed if isinstance(one, Drafter)]
-    for one in listed if drafters else ():
-        if not isinstance(one, Drafter):
-            raise ConfigError(f"drafter holds {type(drafters[0]).__name__} and {one!r}: give names only, or Drafter objects only")
-    for index, one in enumerate(drafters):
-        check_drafter(one)
-        if one.name in [other.name for other in drafters[:index]]:
-            raise ConfigError(f"two drafters are called {one.name!r}: give them different names, because requests select one by its name")
+    """Return the `Drafter` objects in the setting `drafter`; empty if it has names only. Raise a ConfigError for invalid objects."""
+    items = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
+    drafters = [item for item in items if isinstance(item, Drafter)]
+    if drafters and (names := [item for item in items if not isinstance(item, Drafter)]):
+        raise ConfigError(f"drafter contains {type(drafters[0]).__name__} and {names[0]!r}: give names only, or Drafter objects only")
+    for index, item in enumerate(drafters):
+        check_drafter(item)
+        if item.name in [other.name for other in drafters[:index]]:
+            raise ConfigError(f"two drafters are named {item.name!r}: give them different names, because requests select a drafter by name")
     return drafters
 
 
 def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
     """Raise a ConfigError if settings of drafters are given, because they would have no effect on drafter objects."""
     if given := options.get("drafter_options"):
-        raise ConfigError(f"drafter_options {given!r} came with a drafter that is made already: give them to it when you make it")
+        raise ConfigError(f"drafter_options {given!r} have no effect on a Drafter object: pass them to its constructor")
     if (adapter := options.get("draft_adapter")) is not None:
-        raise ConfigError(f"draft_adapter {adapter!r} came with a drafter that is made already: make it of a model with it merged")
+        raise ConfigError(f"draft_adapter {adapter!r} has no effect on a Drafter object: merge the adapter into the draft model")
 
 
 def load_engine(
@@ -263,7 +260,7 @@ def load_engine(
     )
     notices = [*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices]
     if loaded.bundled_head is not None and loaded.bundled_head not in [drafter.name for drafter in drafters]:
-        notices.append(f"{directory} also holds a drafting head: drafter={loaded.bundled_head!r} drafts with it")
+        notices.append(f"{directory} also contains a drafting head: use drafter={loaded.bundled_head!r}")
     notices += [*(notice for drafter in drafters for notice in drafter.traits.notices), *([plan.notice] if plan.notice else [])]
     loaded_engine = LoadedEngine(engine, inputs, tuple(map(printable, notices)), config, plan.describe())
     for name, adapter in config.adapters.items():
@@ -272,7 +269,7 @@ def load_engine(
 
 
 def _open_tokenizer(directory: Path) -> Tokenizer:
-    """Return the model's tokenizer. Without a readable one, an error about the network takes precedence, as it cannot be solved.
+    """Return the tokenizer. If tokenizer and network are both unsupported, raise the error about the network: no tokenizer would help.
 
     Raises:
         CheckpointError: the network is not supported, or the tokenizer cannot be read.
@@ -295,7 +292,7 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
 def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
     """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
     limits = None
-    if runtime.has_window_eviction:  # room for a step, or for a pass that is timed while the model is loaded
+    if runtime.has_window_eviction:  # the largest pass: a step, or a pass that `profile_forward` times
         limits = PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)

@@ -20,13 +20,13 @@ from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 
-DEFAULT_CONTEXTS = 4
+DEFAULT_NUM_CONTEXTS = 4
 """Number of full contexts that the cache has room for if `kv_cache_gb` is not given."""
 DEFAULT_TOKENS_PER_SEQUENCE = 2048
 """Minimum room per running request if `kv_cache_gb` is not given, in tokens; less if the context is shorter."""
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # for draft tokens after the last token of a request
-_RECORDS_PER_SEQUENCE = 32  # replay records (`RecurrentStateCache`) of a draft tree and of the rows before it
+_REPLAY_RECORDS_PER_SEQUENCE = 32  # rows of a draft tree and before it whose recurrent update is recorded for replay
 _MAX_CHECKPOINTS = 64
 
 
@@ -40,7 +40,7 @@ class CachePlan:
         too_long_advice: advice to the user, in the error for a prompt that is too long.
         num_bytes: maximum size in memory, states of recurrent layers included.
         notice: a warning that a full context or `max_num_seqs` requests do not fit; None = they fit.
-        checkpoints: how many states of recurrent layers are kept for later requests with the same prefix.
+        checkpoints: interval and maximum number of recurrent states that are kept for later requests with the same prefix.
         max_num_seqs: number of running requests whose states of recurrent layers fit.
     """
 
@@ -66,7 +66,7 @@ class CachePlan:
 def plan_cache(
     model: ModelConfig, config: EngineConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None = None, num_kv_sets: int = 1
 ) -> CachePlan:
-    """Choose the size: `kv_cache_gb`, or else `DEFAULT_CONTEXTS` full contexts, at most `_default_bytes`.
+    """Choose the size: `kv_cache_gb`, or else `DEFAULT_NUM_CONTEXTS` full contexts, at most `_default_bytes`.
 
     Args:
         kv_cache_dtype: type of the keys and values.
@@ -79,32 +79,33 @@ def plan_cache(
     """
     if config.max_model_len is not None and config.max_model_len > model.max_positions:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, the model was made for {model.max_positions} tokens: lower max_model_len"
+            f"max_model_len is {config.max_model_len}, but the model's maximum is {model.max_positions} tokens: lower max_model_len"
         )
-    context = config.max_model_len or model.max_positions
+    context_len = config.max_model_len or model.max_positions
     cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_kv_sets)
-    per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
-    limit = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
-    states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
-    available, block_bytes = limit - state_bytes, cache_bytes(1)
-    if available < block_bytes:
+    blocks_per_context = blocks_for(context_len, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
+    max_bytes = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(blocks_per_context))
+    checkpoints, max_num_seqs, state_bytes = _plan_recurrent_states(model, config, max_bytes)
+    kv_bytes, block_bytes = max_bytes - state_bytes, cache_bytes(1)
+    if kv_bytes < block_bytes:
         raise CapacityError(
-            f"a cache of {available / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
+            f"{kv_bytes / 1e9:.2g} GB are too few for a cache block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
         )
     if config.kv_cache_gb is None:
-        wanted = _default_blocks(context, config.max_num_seqs)
+        max_blocks = _default_blocks(context_len, config.max_num_seqs)
     else:
-        wanted = cache_bytes.max_blocks_bound(available, config.max_num_seqs * per_context)
-    num_blocks = bisect_right(range(1, wanted + 1), available, key=cache_bytes)
+        max_blocks = cache_bytes.max_blocks_bound(kv_bytes, config.max_num_seqs * blocks_per_context)
+    num_blocks = bisect_right(range(1, max_blocks + 1), kv_bytes, key=cache_bytes)
     num_cache_tokens = num_blocks * BLOCK_SIZE
-    if num_cache_tokens < context and config.max_model_len is not None:
+    if num_cache_tokens < context_len and config.max_model_len is not None:
         raise CapacityError(
-            f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
-            f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_model_len or raise kv_cache_gb"
+            f"a context of {context_len} tokens needs {cache_bytes(blocks_per_context) / 1e9:.2g} GB of cache, "
+            f"only {cache_bytes(num_blocks) / 1e9:.2g} GB are available: lower max_model_len or raise kv_cache_gb"
         )
-    notices = _capacity_warnings(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
+    warnings = _capacity_warnings(context_len, num_cache_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
-    return CachePlan(num_blocks, context, _too_long_advice(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
+    advice, notice = _too_long_advice(model, context_len), "; ".join(warnings) or None
+    return CachePlan(num_blocks, context_len, advice, num_bytes, notice, checkpoints, max_num_seqs)
 
 
 def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
@@ -117,50 +118,51 @@ def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
     return allowed if config.max_model_len is None else max(allowed, min(context_bytes, free // 4 * 3))
 
 
-def _default_blocks(context: int, max_num_seqs: int) -> int:
-    """Return the default number of blocks: for `DEFAULT_CONTEXTS`, or for `DEFAULT_TOKENS_PER_SEQUENCE` if that is more."""
-    per_sequence = min(context, DEFAULT_TOKENS_PER_SEQUENCE)
+def _default_blocks(context_len: int, max_num_seqs: int) -> int:
+    """Return the default number of blocks: for `DEFAULT_NUM_CONTEXTS`, or for `DEFAULT_TOKENS_PER_SEQUENCE` if that is more."""
+    per_sequence = min(context_len, DEFAULT_TOKENS_PER_SEQUENCE)
     for_contexts, for_sequences = (
         count * (blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
-        for count, length in ((min(DEFAULT_CONTEXTS, max_num_seqs), context), (max_num_seqs, per_sequence))
+        for count, length in ((min(DEFAULT_NUM_CONTEXTS, max_num_seqs), context_len), (max_num_seqs, per_sequence))
     )
     return max(for_contexts, for_sequences)
 
 
-def _capacity_warnings(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
+def _capacity_warnings(context_len: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
     """Return warnings that a full context or `max_num_seqs` requests do not fit in the cache."""
-    found = []
-    if num_cache_tokens < context:
-        found.append(
-            f"the cache holds {num_cache_tokens} tokens, less than the context of {context}: longer prompts are refused, longer outputs "
-            "end there; raise kv_cache_gb or lower max_model_len"
+    warnings = []
+    if num_cache_tokens < context_len:
+        warnings.append(
+            f"the cache has room for {num_cache_tokens} tokens, less than the context of {context_len}: longer prompts are rejected, "
+            "longer outputs end there; raise kv_cache_gb or lower max_model_len"
         )
     if max_num_seqs < requested_num_seqs:
-        found.append(
+        warnings.append(
             f"the states of recurrent layers leave room for {max_num_seqs} of {requested_num_seqs} requests at a time: raise kv_cache_gb"
         )
-    return found
+    return warnings
 
 
-def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[CheckpointConfig, int, int]:
-    """Return how many checkpoints of recurrent states are kept, how many requests may run, and the bytes of all their states.
+def _plan_recurrent_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[CheckpointConfig, int, int]:
+    """Return how many recurrent states are kept as checkpoints, how many requests may run, and the bytes of all these states.
 
-    States of running requests take at most half of the cache, checkpoints at most a quarter of the rest.
+    States of running requests take at most half of the memory, checkpoints at most a quarter of the rest.
     """
     layout = StateLayout.for_layers(model.recurrent_layers)
-    state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
+    state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _REPLAY_RECORDS_PER_SEQUENCE * layout.record_size)
     if state_bytes == 0:
         return CheckpointConfig(interval=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
-    least = state_bytes + request_bytes  # a prefill chunk writes its final state to new memory
-    if least > num_bytes:
+    min_bytes = state_bytes + request_bytes  # a prefill chunk writes its final state to new memory
+    if min_bytes > num_bytes:
         raise CapacityError(
-            f"the state of recurrent layers takes {least / 1e9:.2g} GB for one text, {num_bytes / 1e9:.2g} GB of cache are to be had: "
-            "raise kv_cache_gb"
+            f"the state of recurrent layers takes {min_bytes / 1e9:.2g} GB for one request, "
+            f"but the cache has only {num_bytes / 1e9:.2g} GB: raise kv_cache_gb"
         )
-    count = min(config.max_num_seqs, max(1, (num_bytes // 2 - state_bytes) // request_bytes))
-    running = state_bytes + count * request_bytes
-    kept = min(_MAX_CHECKPOINTS, (num_bytes - running) // 4 // state_bytes) if config.enable_prefix_caching else 0
-    return CheckpointConfig(interval=config.state_interval, max_checkpoints=kept), count, running + kept * state_bytes
+    num_running = min(config.max_num_seqs, max(1, (num_bytes // 2 - state_bytes) // request_bytes))
+    running_bytes = state_bytes + num_running * request_bytes
+    num_checkpoints = min(_MAX_CHECKPOINTS, (num_bytes - running_bytes) // 4 // state_bytes) if config.enable_prefix_caching else 0
+    checkpoints = CheckpointConfig(interval=config.state_interval, max_checkpoints=num_checkpoints)
+    return checkpoints, num_running, running_bytes + num_checkpoints * state_bytes
 
 
 class _CacheBytes:
@@ -180,14 +182,14 @@ class _CacheBytes:
         }
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
-    def max_blocks_bound(self, num_bytes: int, wanted: int) -> int:
-        """Return an upper bound for the blocks that fit, at least `wanted`; `wanted` itself if all layers have windows."""
+    def max_blocks_bound(self, num_bytes: int, min_blocks: int) -> int:
+        """Return an upper bound for the blocks that fit, at least `min_blocks`; `min_blocks` itself if all layers have windows."""
         bytes_per_block = self._block_bytes.get(None, 0) if self._limits else self(1)
-        return max(wanted, num_bytes // bytes_per_block) if bytes_per_block else wanted
+        return max(min_blocks, num_bytes // bytes_per_block) if bytes_per_block else min_blocks
 
 
-def _too_long_advice(model: ModelConfig, context: int) -> str:
+def _too_long_advice(model: ModelConfig, context_len: int) -> str:
     """Return the advice to the user in the error for a prompt that is longer than the context."""
-    if context < model.max_positions or model.has_length_dependent_rope:
+    if context_len < model.max_positions or model.has_length_dependent_rope:
         return "shorten the prompt or raise max_model_len"
-    return f"shorten the prompt (the model was made for {model.max_positions} tokens)"
+    return f"shorten the prompt (the model's maximum is {model.max_positions} tokens)"

@@ -1,15 +1,15 @@
-"""A request as the engine sees it: its options, the other samples of its prompt, its preemptions and its times."""
+"""`EngineRequest`, a request with the state that the engine adds: text, prefix cache, samples of the same prompt and times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from paceline.config import MAX_SPECULATIVE_TOKENS
-from paceline.engine.text_stop import TextStop
+from paceline.engine.stop_matcher import StopStringMatcher
 from paceline.errors import RequestError
 from paceline.speculation.request import Request
 
-PROMPT_LOGITS_ROWS = 64
-"""Maximum prompt rows per pass of a request with `prompt_logprobs`, because each needs memory for V logits."""
+MAX_PROMPT_LOGITS_ROWS = 64
+"""Maximum prompt rows per pass of a request with `prompt_logprobs`, because each row needs memory for V logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class PromptOptions:
     Attributes:
         prediction_token_ids: tokens that the output will resemble; empty = unknown.
         namespace: requests with the same namespace may draft from each other's finished outputs; None = no sharing.
-        salt: only requests with the same salt share cached blocks.
+        cache_salt: only requests with the same salt share cached blocks.
         shown_token_ids: special tokens that are part of the output's text.
         adapter: name of the adapter; None = no adapter.
     """
@@ -77,28 +77,28 @@ class PromptOptions:
     speculation: SpeculationOptions = SpeculationOptions()
     prediction_token_ids: Sequence[int] = ()
     namespace: str | None = None
-    salt: bytes = b""
+    cache_salt: bytes = b""
     shown_token_ids: Sequence[int] = ()
     adapter: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest(Request):
-    """A request in an engine.
+    """A request with the engine's state.
 
     Attributes:
-        text_stop: collects the output's text and finds stop strings; None = no stop strings are given and the output is not streamed.
-        salt: only requests with the same salt and adapter share cached blocks.
+        stop_matcher: collects the output's text and finds stop strings; None = no stop strings are given and the output is not streamed.
+        cache_salt: only requests with the same salt and adapter share cached blocks.
         adapter_key: hash of the adapter's weights; empty = no adapter.
-        first_sample: the first sample of the same prompt. This request waits for its prompt rows. None = it is the first itself.
+        first_sample: the first sample of the same prompt, whose prompt rows this request waits for; None = this is the first sample.
         num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
-        num_preemptions: how often its rows were dropped to free blocks for older requests. They are then computed again.
+        num_preemptions: how often the request's rows were dropped to free blocks for older requests, and computed again later.
         started_s, first_token_s, last_token_s, finished_s: time (`time.perf_counter`) of the first pass, the first token, the latest
             token, and the end of the request; 0 = it has not happened.
     """
 
-    text_stop: TextStop | None = None
-    salt: bytes = b""
+    stop_matcher: StopStringMatcher | None = None
+    cache_salt: bytes = b""
     adapter_key: bytes = b""
     first_sample: "EngineRequest | None" = None
     num_cached_tokens: int = 0
@@ -110,8 +110,8 @@ class EngineRequest(Request):
 
     @property
     def prefix_salt(self) -> bytes:
-        """Adapter key and salt in one value. Requests share cached blocks only if this is the same."""
-        return len(self.adapter_key).to_bytes(2, "little") + self.adapter_key + self.salt
+        """Adapter key and cache salt in one value. Only requests with the same value share cached blocks."""
+        return len(self.adapter_key).to_bytes(2, "little") + self.adapter_key + self.cache_salt
 
     @property
     def is_released(self) -> bool:
@@ -120,4 +120,4 @@ class EngineRequest(Request):
 
     def num_next_tokens(self, max_rows: int) -> int:
         """Return how many committed tokens the next pass computes, at most `max_rows`: a part of the prompt, or 1 while decoding."""
-        return min(self.num_uncached, max_rows, PROMPT_LOGITS_ROWS if self.needs_prompt_logits else max_rows)
+        return min(self.num_uncached, max_rows, MAX_PROMPT_LOGITS_ROWS if self.needs_prompt_logits else max_rows)

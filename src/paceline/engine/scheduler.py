@@ -8,7 +8,7 @@ prompts (FIFO), the other half to the prompts with the fewest tokens left (short
 
 **Blocks.** A waiting request starts when the rows of its first pass fit in the cache. If the next rows of a running request do not fit, the
 youngest running request is preempted: its rows are dropped and computed again later. A request is preempted only for older ones. While a
-waiting request lacks blocks, at most `MAX_OVERTAKEN` younger ones start. So every request finishes.
+waiting request lacks blocks, at most `MAX_OVERTAKES` younger ones start. So every request finishes.
 """
 
 from bisect import bisect_left, insort
@@ -19,8 +19,8 @@ from itertools import islice
 from paceline.engine.request import EngineRequest
 from paceline.kv_cache.cache import KVCache
 
-MAX_OVERTAKEN = 16
-"""How many younger requests may start while an older one waits for blocks. After that, no younger request starts before it."""
+MAX_OVERTAKES = 16
+"""How many younger requests may start before a request that waits for blocks. After that, the waiting request starts first."""
 
 
 class BlockManager:
@@ -100,17 +100,17 @@ class _RequestInfo:
 
     Attributes:
         arrival: number of the request in order of arrival.
-        num_uncached: number of tokens to compute when the request was queued.
-        excludes_prefix: whether the cached prefix was subtracted from `num_uncached`. False until the request is ready.
-        last_misfit: (running requests, free blocks) when the request last did not fit in the cache; None = it was not tried yet.
-        num_overtaken: how many younger requests started while this one waited for blocks.
+        num_uncached: tokens that had to be computed when the request was queued.
+        is_prefix_subtracted: whether `num_uncached` excludes the cached prefix, which is looked up when the request is ready.
+        last_failed_start: (running requests, free blocks) when too few blocks were free to start the request; None = not tried yet.
+        num_overtakes: how many younger requests started while this one waited for blocks.
     """
 
     arrival: int
     num_uncached: int = 0
-    excludes_prefix: bool = False
-    last_misfit: tuple[int, int] | None = None
-    num_overtaken: int = 0
+    is_prefix_subtracted: bool = False
+    last_failed_start: tuple[int, int] | None = None
+    num_overtakes: int = 0
 
 
 def share_prompt_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget: int) -> list[int]:
@@ -134,9 +134,9 @@ def share_prompt_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_
 def _fill_shares(order: Iterable[int], shares: list[int], max_rows: Sequence[int], rows_left: int) -> int:
     """Give each prompt, in `order`, as many rows as it can use, until no rows are left; return the number of rows left."""
     for index in order:
-        more = min(max_rows[index] - shares[index], rows_left)
-        shares[index] += more
-        rows_left -= more
+        num_rows = min(max_rows[index] - shares[index], rows_left)
+        shares[index] += num_rows
+        rows_left -= num_rows
     return rows_left
 
 
@@ -144,7 +144,7 @@ class Scheduler:
     """Chooses the requests of each pass.
 
     Args:
-        is_ready: returns whether a waiting request may start. Younger requests start before one that may not.
+        is_ready: returns whether a waiting request may start. If it returns False, younger requests start first.
 
     Attributes:
         num_preemptions: how often a request was preempted.
@@ -164,7 +164,7 @@ class Scheduler:
         """Queue a request."""
         self._infos[request] = _RequestInfo(self._num_arrived)
         self._num_arrived += 1
-        self._queue(request)
+        self._enqueue(request)
 
     def remove(self, request: EngineRequest) -> bool:
         """Remove a waiting or running request, whose blocks the caller frees. Return False if it was removed before."""
@@ -173,21 +173,21 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         else:
-            self._unqueue(request)
+            self._dequeue(request)
         del self._infos[request]
         return True
 
     def preempt(self, request: EngineRequest) -> None:
-        """Drop the rows of a running request, and queue it again at its position in order of arrival."""
+        """Drop the rows of a running request, and queue it again at its position by order of arrival."""
         self.running.remove(request)
         self._blocks.free_blocks(request)
-        self._queue(request)
+        self._enqueue(request)
         self.num_preemptions += 1
 
     def next_pass(self) -> dict[EngineRequest, int]:
-        """Return the requests of the next pass, oldest first, with how many of their tokens it computes, draft tokens excluded.
+        """Return the requests of the next pass, oldest first, with the number of tokens that the pass computes of each, without drafts.
 
-        It is empty if there are no requests, or if none fits in the cache.
+        The pass is empty if there are no requests, or if none fits in the cache.
         """
         decoding = {request for request in self.running if request.num_uncached == 1}
         row_budget = max(0, min(self.limits.prefill_chunk_size, self.limits.max_num_batched_tokens - len(decoding)))
@@ -199,38 +199,38 @@ class Scheduler:
 
     def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> dict[EngineRequest, int]:
         """Return the running requests whose rows fit in the cache, oldest first. Younger requests are preempted for older ones."""
-        picked: dict[EngineRequest, int] = {}
-        reserved = index = 0
+        scheduled: dict[EngineRequest, int] = {}
+        num_reserved = index = 0
         while index < len(self.running):
             request = self.running[index]
             index += 1
             num_tokens = request.num_next_tokens(num_rows[request])
             if num_tokens == 0:
                 continue
-            needed = self._blocks.num_blocks_needed(request, num_tokens)
-            if needed > 0 and not self._preempt_until_free(needed + reserved, index):
+            num_needed = self._blocks.num_blocks_needed(request, num_tokens)
+            if num_needed > 0 and not self._preempt_until_free(num_needed + num_reserved, index):
                 continue  # this request is not in the pass, but keeps its cached rows
-            picked[request] = num_tokens
-            reserved += needed
-        return picked
+            scheduled[request] = num_tokens
+            num_reserved += num_needed
+        return scheduled
 
-    def _preempt_until_free(self, wanted: int, first: int) -> bool:
-        """Preempt requests from index `first` on, the youngest first, until `wanted` blocks are free; return whether they are."""
-        while self._blocks.num_free < wanted:
-            if first == len(self.running):
+    def _preempt_until_free(self, num_blocks: int, first_index: int) -> bool:
+        """Preempt requests from `first_index` on, youngest first, until `num_blocks` blocks are free. Return False if fewer are free."""
+        while self._blocks.num_free < num_blocks:
+            if first_index == len(self.running):
                 return False
             self.preempt(self.running[-1])
         return True
 
     def _start_requests(self, decoding: set[EngineRequest], row_budget: int) -> None:
-        """Start waiting requests, oldest first, that get rows of the pass and fit in the cache, up to the limit of running requests."""
-        reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
-        if reserved > self._blocks.num_free:
+        """Start waiting requests, oldest first, if they get rows of the pass and fit in the cache, up to `max_running` requests."""
+        num_reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
+        if num_reserved > self._blocks.num_free:
             return  # running requests need more blocks than are free
-        candidates, lacking = self._candidates()
+        candidates, blocked = self._find_candidates()
         while candidates and len(self.running) < self.limits.max_running:
             running = [request for request in self.running if request not in decoding]
-            prompts = sorted([*running, *candidates], key=self._arrival)
+            prompts = sorted([*running, *candidates], key=self._arrival_key)
             shares = dict(zip(prompts, self._share_prefill_rows(prompts, row_budget), strict=True))
             request = next((one for one in candidates if shares[one] > 0), None)
             if request is None:
@@ -239,92 +239,92 @@ class Scheduler:
             num_unfinished = sum(shares[one] < one.num_uncached for one in running)
             if shares[request] < self._num_uncached(request) and num_unfinished >= self.limits.max_unfinished_prompts:
                 continue
-            needed = self._start_request(request, row_budget, reserved)
-            if needed is None:
-                insort(lacking, request, key=self._arrival)
+            num_needed = self._start_request(request, row_budget, num_reserved)
+            if num_needed is None:
+                insort(blocked, request, key=self._arrival_key)
             else:
-                reserved += needed
-                for other in lacking:
-                    if self._arrival(other) < self._arrival(request):
-                        self._infos[other].num_overtaken += 1
-            candidates = self._startable_candidates(candidates, lacking)
+                num_reserved += num_needed
+                for other in blocked:
+                    if self._arrival_key(other) < self._arrival_key(request):
+                        self._infos[other].num_overtakes += 1
+            candidates = self._startable_candidates(candidates, blocked)
 
-    def _candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
+    def _find_candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
         """Return the waiting requests that may start, and those that still lack blocks, both oldest first.
 
         In a long queue, only the oldest and the shortest requests are considered, `max_running` of each.
         """
-        lacking: list[EngineRequest] = []
+        blocked: list[EngineRequest] = []
         oldest: list[EngineRequest] = []
         for request in list(self.waiting):
             if len(oldest) == self.limits.max_running:
                 break
             if self._still_lacks_blocks(request):
-                lacking.append(request)
-                if self._infos[request].num_overtaken >= MAX_OVERTAKEN:
+                blocked.append(request)
+                if self._infos[request].num_overtakes >= MAX_OVERTAKES:
                     break
             elif self._is_ready(request):
                 oldest.append(request)
-                if not self._infos[request].excludes_prefix:  # by now, another sample of the prompt has cached its rows
-                    self._unqueue(request)
-                    self._queue(request)
+                if not self._infos[request].is_prefix_subtracted:  # now another sample of the prompt has cached the prompt's rows
+                    self._dequeue(request)
+                    self._enqueue(request)
         may_start = (one for one in self._shortest if not self._still_lacks_blocks(one) and self._is_ready(one))
-        chosen = {*oldest, *islice(may_start, self.limits.max_running)}
-        return self._startable_candidates(sorted(chosen, key=self._arrival), lacking), lacking
+        candidates = {*oldest, *islice(may_start, self.limits.max_running)}
+        return self._startable_candidates(sorted(candidates, key=self._arrival_key), blocked), blocked
 
-    def _start_request(self, request: EngineRequest, row_budget: int, reserved: int) -> int | None:
-        """Start a waiting request and return the number of blocks of its first pass; return None if too few are free."""
+    def _start_request(self, request: EngineRequest, row_budget: int, num_reserved: int) -> int | None:
+        """Start a waiting request and return the number of blocks of its first pass; return None if too few blocks are free."""
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
-        needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
-        num_spare = self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0  # must stay free
-        if needed + num_spare > self._blocks.num_free - reserved:
+        num_needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
+        num_spare = self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0  # these blocks must stay free
+        if num_needed + num_spare > self._blocks.num_free - num_reserved:
             self._blocks.release_prefix(request)
-            self._infos[request].last_misfit = len(self.running), num_free
+            self._infos[request].last_failed_start = len(self.running), num_free
             return None
-        self._unqueue(request)
-        insort(self.running, request, key=self._arrival)
-        return needed
+        self._dequeue(request)
+        insort(self.running, request, key=self._arrival_key)
+        return num_needed
 
     def _still_lacks_blocks(self, request: EngineRequest) -> bool:
-        """Return whether nothing was freed since the request last did not fit. This is cheaper than looking up its prefix again."""
-        misfit = self._infos[request].last_misfit
-        return misfit is not None and len(self.running) >= misfit[0] and self._blocks.num_free <= misfit[1]
+        """Return whether no block was freed since the last failed start. This is cheaper than looking up the request's prefix again."""
+        failed_start = self._infos[request].last_failed_start
+        return failed_start is not None and len(self.running) >= failed_start[0] and self._blocks.num_free <= failed_start[1]
 
-    def _startable_candidates(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Return the candidates that may start: none that is younger than a request that was overtaken `MAX_OVERTAKEN` times."""
-        limit = next((one for one in lacking if self._infos[one].num_overtaken >= MAX_OVERTAKEN), None)
-        if limit is None:
+    def _startable_candidates(self, candidates: list[EngineRequest], blocked: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Return the candidates that may start: those older than all requests that were overtaken `MAX_OVERTAKES` times."""
+        oldest_blocked = next((one for one in blocked if self._infos[one].num_overtakes >= MAX_OVERTAKES), None)
+        if oldest_blocked is None:
             return candidates
-        return [one for one in candidates if self._arrival(one) < self._arrival(limit)]
+        return [one for one in candidates if self._arrival_key(one) < self._arrival_key(oldest_blocked)]
 
     def _share_prefill_rows(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
         """Return how many rows of the next pass each prompt gets. `prompts` are running or waiting, oldest first."""
         num_uncached = [self._num_uncached(request) for request in prompts]
-        max_rows = [min(request.num_next_tokens(row_budget), left) for request, left in zip(prompts, num_uncached, strict=True)]
+        max_rows = [min(request.num_next_tokens(row_budget), num_left) for request, num_left in zip(prompts, num_uncached, strict=True)]
         return share_prompt_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: EngineRequest) -> int:
         """Return the number of tokens left to compute. For a waiting request, the prefix cache was searched when it was queued."""
         return min(request.num_uncached, self._infos[request].num_uncached)
 
-    def _queue(self, request: EngineRequest) -> None:
-        entry = self._infos[request]
-        entry.excludes_prefix = self._is_ready(request)
-        entry.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if entry.excludes_prefix else 0)
-        entry.last_misfit = None
-        insort(self.waiting, request, key=self._arrival)
-        insort(self._shortest, request, key=self._remaining_work)
+    def _enqueue(self, request: EngineRequest) -> None:
+        info = self._infos[request]
+        info.is_prefix_subtracted = self._is_ready(request)
+        info.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if info.is_prefix_subtracted else 0)
+        info.last_failed_start = None
+        insort(self.waiting, request, key=self._arrival_key)
+        insort(self._shortest, request, key=self._shortest_first_key)
 
-    def _unqueue(self, request: EngineRequest) -> None:
-        del self.waiting[bisect_left(self.waiting, self._arrival(request), key=self._arrival)]
-        del self._shortest[bisect_left(self._shortest, self._remaining_work(request), key=self._remaining_work)]
-        entry = self._infos[request]
-        entry.num_uncached, entry.last_misfit = request.num_uncached, None
+    def _dequeue(self, request: EngineRequest) -> None:
+        del self.waiting[bisect_left(self.waiting, self._arrival_key(request), key=self._arrival_key)]
+        del self._shortest[bisect_left(self._shortest, self._shortest_first_key(request), key=self._shortest_first_key)]
+        info = self._infos[request]
+        info.num_uncached, info.last_failed_start = request.num_uncached, None
 
-    def _arrival(self, request: EngineRequest) -> int:
+    def _arrival_key(self, request: EngineRequest) -> int:
         return self._infos[request].arrival
 
-    def _remaining_work(self, request: EngineRequest) -> tuple[int, int]:
-        entry = self._infos[request]
-        return entry.num_uncached, entry.arrival
+    def _shortest_first_key(self, request: EngineRequest) -> tuple[int, int]:
+        info = self._infos[request]
+        return info.num_uncached, info.arrival

@@ -283,7 +283,7 @@ class ChatService:
         """Return an error that names the tool whose schema does not compile, or `error` itself if another grammar is wrong."""
         if not request.offered_tools or not str(error).startswith("grammar: "):  # the compiler's errors begin so
             return error
-        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.loaded.input_processor.compiler)
+        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.loaded.input_processor.grammar_compiler)
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -48,7 +48,7 @@ class Service:
             ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
         """
         inputs = engine.loaded.input_processor
-        inputs.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
+        inputs.grammar_compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
         formats = OutputFormat.of(inputs.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         generation = Generation(engine, settings, admission, metrics)
         chat, texts = ChatService(generation, formats), TokenTexts(inputs.tokenizer)

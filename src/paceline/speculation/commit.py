@@ -1,4 +1,4 @@
-"""Commit: appends tokens to a request until one of them finishes it. Verification of drafts applies the same rule (`finish_reason`)."""
+"""Commit: appends tokens to a request until a token finishes the request. Verification applies the same rule (`finish_reason`)."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,22 @@ from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_lo
 from paceline.speculation.request import FinishReason, Request, StopMatcher, TokenOrigin
 
 
-def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher | None) -> FinishReason | None:
+def finish_reason(request: Request, path: Sequence[int], stop_matcher: StopMatcher | None) -> FinishReason | None:
     """Return why the last token of `path` finishes the request; None if it does not.
 
     Args:
         path: tokens after the committed ones. The tokens before the last one must not finish the request.
-        text_stop: matcher of stop strings, to which this call adds the last token; the others must have been added before. None = there
+        stop_matcher: matcher of stop strings, to which this call adds the last token; the others must have been added before. None = there
             are no stop strings.
     """
     is_end_token = path[-1] in request.end_token_ids
     is_full = len(request.token_ids) + len(path) >= request.max_len
-    if text_stop is not None:
+    if stop_matcher is not None:
         if not is_end_token or request.params.include_stop:  # without `include_stop` an end token is not part of the text
-            text_stop.push(path[-1])
+            stop_matcher.push(path[-1])
         if is_end_token or is_full:
-            text_stop.finish()
-        if text_stop.is_stopped:
+            stop_matcher.finish()
+        if stop_matcher.is_stopped:
             return FinishReason.STOP
     if is_end_token or request.processor.is_complete(path):
         return FinishReason.STOP
@@ -32,7 +32,7 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
 def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
     """Return whether it is certain that none of these next tokens finishes a request; False for requests with stop strings or a grammar."""
     return (
-        request.text_stop is None
+        request.stop_matcher is None
         and request.processor.grammar is None
         and len(request.token_ids) + len(token_ids) < request.max_len
         and request.end_token_ids.isdisjoint(token_ids)
@@ -45,15 +45,15 @@ class FinishCheck:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._path: list[int] = []
-        self._text_stop: StopMatcher | None = None
+        self._stop_matcher: StopMatcher | None = None
 
     def finishes_with(self, token_id: int) -> bool:
         """Return whether this token, after the tokens of earlier calls, would finish the request."""
-        text_stop = self._request.text_stop
-        if self._text_stop is None and text_stop is not None and text_stop.can_stop:
-            self._text_stop = text_stop.copy()
+        stop_matcher = self._request.stop_matcher
+        if self._stop_matcher is None and stop_matcher is not None and stop_matcher.can_stop:
+            self._stop_matcher = stop_matcher.copy()
         self._path.append(token_id)
-        return finish_reason(self._request, self._path, self._text_stop) is not None
+        return finish_reason(self._request, self._path, self._stop_matcher) is not None
 
 
 def commit(
@@ -65,7 +65,7 @@ def commit(
         token_ids: accepted tokens, then the bonus token.
         num_accepted: number of accepted tokens.
         has_draft: whether the step had a draft.
-        logprobs: log-probability of each token; empty if the request does not ask for them.
+        logprobs: log-probability of each token; empty if they were not requested.
 
     Returns:
         the number of tokens appended; `request.finish_reason` is set if the last of them finished it.
@@ -76,7 +76,7 @@ def commit(
         request.processor.commit(*token_ids)
     else:
         for token in token_ids:
-            request.finish_reason = finish_reason(request, (token,), request.text_stop)
+            request.finish_reason = finish_reason(request, (token,), request.stop_matcher)
             request.token_ids.append(token)
             request.processor.commit(token)
             if request.finish_reason is not None:
@@ -90,13 +90,13 @@ def commit(
 
 
 def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: FloatArray, request: Request) -> list[TokenLogprobs]:
-    """Return the log-probabilities of the tokens of a step. To be called before these tokens are committed.
+    """Return the log-probabilities of the tokens of a step. Call this before the tokens are committed.
 
     Args:
         token_ids: accepted tokens, then the bonus token.
         nodes: accepted nodes of the draft tree.
         logits: [N, V], one row for each node of the draft tree.
-        request: its `params.logprobs` is the number of alternatives to list.
+        request: `request.params.logprobs` is the number of alternatives to list.
     """
     num_top = request.params.logprobs or 0
     rows = [logits[node] for node in (0, *nodes)]

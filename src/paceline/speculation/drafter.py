@@ -30,7 +30,7 @@ class DraftBudget:
         max_rows: maximum number of rows of the target's pass that the tree takes: one for each node, root included.
         max_depth: maximum number of tokens on a path, root excluded.
         needs_draft_probs: whether `acceptance="rejection"` requires sampled drafts. Tokens are then sampled with `draw_distinct`
-            (`paceline.sampling.residual`), whose noise is not the target's, and `DraftTree.draft_probs` holds their distributions.
+            (`paceline.sampling.residual`), whose noise is not the target's, and `DraftTree.draft_probs` contains the distributions.
         min_path_prob: path probability below which another token costs more time than it saves. 0 for sampled drafts, whose length must
             not depend on the sampled tokens.
         calibrate: maps the drafter's probability of a token to its acceptance rate; None = both are equal.
@@ -57,8 +57,8 @@ class DrafterNeeds:
     """Target activations that `Drafter.observe` receives.
 
     Attributes:
-        hidden_states: whether it receives the final hidden states.
-        layers: layer boundaries whose hidden states it receives. Boundary i is the input of layer i.
+        hidden_states: whether `observe` receives the final hidden states.
+        layers: layer boundaries whose hidden states `observe` receives. Boundary i is the input of layer i.
     """
 
     hidden_states: bool = False
@@ -77,9 +77,9 @@ class DrafterTraits:
     Attributes:
         description: text for the banner at load; empty = the drafter's name.
         notices: further lines to show the user when the model is loaded.
-        is_lookup: whether it copies from texts, which takes next to no time.
-        uses_predicted_outputs: whether it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are
-            refused.
+        is_lookup: whether the drafter copies from texts, which takes next to no time.
+        uses_predicted_outputs: whether the drafter copies from `Request.prediction_token_ids`. Without such a drafter, requests with
+            predictions are rejected.
         cache_bytes_per_token: bytes of the drafter's own cache for one token.
     """
 
@@ -126,13 +126,13 @@ class PrefillTime:
         self.token_s = token_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add a measured prefill time to the running average; a short prefill is ignored."""
+        """Add a measured prefill time to the running average; prefills of up to `FREE_PREFILL_TOKENS` tokens are ignored."""
         if num_tokens > FREE_PREFILL_TOKENS:
             token_s = seconds / num_tokens
             self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
 
     def expected_s(self, num_tokens: int) -> float:
-        """Return the expected seconds of a prefill of `num_tokens` tokens; 0 if it is short or none was measured."""
+        """Return the expected seconds of a prefill; 0 for up to `FREE_PREFILL_TOKENS` tokens, or if no prefill was measured."""
         return self.token_s * num_tokens if num_tokens > FREE_PREFILL_TOKENS else 0.0
 
 
@@ -140,18 +140,18 @@ def check_drafter(drafter: "Drafter") -> None:
     """Check the name, needs and traits of a drafter object.
 
     Raises:
-        ConfigError: one is missing, has another type, or cannot be read.
+        ConfigError: an attribute is missing, has another type, or cannot be read.
     """
-    kind = type(drafter).__name__
+    class_name = type(drafter).__name__
     try:
-        given: tuple[Any, Any, Any] = drafter.name, drafter.needs, drafter.traits
+        attributes: tuple[Any, Any, Any] = drafter.name, drafter.needs, drafter.traits
     except Exception as error:
-        text = f"name, needs and traits of the drafter {kind} cannot be read ({type(error).__name__}: {error}): set them"
+        text = f"name, needs and traits of the drafter {class_name} cannot be read ({type(error).__name__}: {error}): set them"
         raise ConfigError(text) from error
-    name, needs, traits = given
+    name, needs, traits = attributes
     if not isinstance(name, str) or not name or not name.isprintable() or "+" in name or name in RESERVED_NAMES:
         reserved = ", ".join(RESERVED_NAMES)
-        raise ConfigError(f"the drafter {kind} is called {name!r}: use a printable text without '+' that is none of {reserved}")
+        raise ConfigError(f"the drafter {class_name} has the name {name!r}: use a printable text without '+' that is none of {reserved}")
     if not isinstance(needs, DrafterNeeds):
         raise ConfigError(f"needs of the drafter {name!r} is {needs!r}: use DrafterNeeds")
     is_usable = isinstance(traits, DrafterTraits) and not isinstance(traits.notices, str)
@@ -161,7 +161,7 @@ def check_drafter(drafter: "Drafter") -> None:
 
 
 class RequestState(Generic[StateT]):
-    """A drafter's state for each request. It is stored in the request, so that it is freed with it and never used for another one."""
+    """A drafter's state for each request. The state is stored in the request, so that both are freed together."""
 
     __slots__ = ()
 
@@ -190,7 +190,7 @@ class LastHiddenStates:
         self._states = RequestState[tuple[int, FloatArray]]()
 
     def observe(self, rows: CommittedRows) -> None:
-        """Keep the last row's hidden state if it is the last row that the target has run."""
+        """Keep the last row's hidden state if no later row of the request has run."""
         last = rows.first_position + rows.num_rows - 1
         if rows.hidden_states is not None and last == len(rows.request.token_ids) - 2:
             self._states[rows.request] = last, np.array(rows.hidden_states[-1], np.float32)
@@ -206,7 +206,7 @@ class Drafter(ABC):
 
     Each step calls `has_candidates`, `prefill_s` and `propose` before the target's pass, and `observe` after it. `release` is called when a
     request ends or its cache rows are evicted. If a drafter raises, requests go on without its draft, and the failure is counted. A drafter
-    must not use the tokens of one request for another. State of a request belongs in a `RequestState`.
+    must not use the tokens of one request for another. Store state of a request in a `RequestState`.
 
     Attributes:
         name: name by which requests select the drafter; also the source of its draft tokens.
@@ -234,4 +234,4 @@ class Drafter(ABC):
         return 0.0
 
     def release(self, request: Request) -> None:
-        """Free what is held for a request, such as cache blocks. May be called twice, or for requests never seen."""
+        """Free the state of a request, such as cache blocks. May be called twice, or for requests that the drafter never observed."""

@@ -31,7 +31,7 @@ class ErrorGuard(AbstractContextManager["ErrorGuard"]):
     def __init__(self) -> None:
         self.num_failures = 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         return error is not None and self.count_and_suppress(error)
 
     def count_and_suppress(self, error: BaseException) -> bool:
@@ -57,7 +57,7 @@ class Proposer:
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int) -> None:
-        # read once: `name` may be a property of a user's drafter that raises in a later step
+        # names are read once, because `name` may be a property of a user's drafter that raises later
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size = guard, vocab_size
@@ -87,7 +87,7 @@ class Proposer:
             if rows.max_draft_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
             with self._guard:
-                constrain_draft(rows)  # drop what the grammar forbids in the drafters' drafts, and add what it forces
+                constrain_draft(rows)  # drop tokens that the grammar forbids from the drafters' drafts, and add forced tokens
         if any(rows.num_draft_tokens for rows in batch):
             with self._guard:
                 policy.prune_drafts(batch, max_rows)
@@ -98,7 +98,7 @@ class Proposer:
     def _skip_reason_or_budget(
         self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool
     ) -> tuple[SkipReason | None, DraftBudget | None]:
-        """Return the most rows and depth that a request's draft may have, or the reason why nothing may be drafted for it."""
+        """Return the draft budget of a request, or the reason why nothing may be drafted for the request."""
         request = rows.request
         if rows.tree is None:
             return None, None
@@ -138,7 +138,7 @@ class Proposer:
     def _call_drafter(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> bool:
-        """Let a drafter draft for all requests for which this is expected to pay; return whether there were any."""
+        """Let a drafter draft for all requests for which drafting is expected to pay; return False if there are none."""
         for rows in batch:
             if not _may_draft(rows, name):
                 continue
@@ -150,33 +150,33 @@ class Proposer:
                 rows.draft_budget = rows.max_draft_budget
         if all(rows.draft_budget is None for rows in batch):
             return False
-        policy.plan(batch, drafter, max_rows)
-        called = [(rows, rows.draft_budget) for rows in batch if rows.draft_budget is not None]
-        if not called:
+        policy.plan_drafts(batch, drafter, max_rows)
+        drafting = [(rows, rows.draft_budget) for rows in batch if rows.draft_budget is not None]
+        if not drafting:
             return False
-        has_prefill = any(drafter.prefill_s(rows.request) > 0.0 for rows, _ in called)
+        has_prefill = any(drafter.prefill_s(rows.request) > 0.0 for rows, _ in drafting)
         start_s = perf_counter()
-        before = [(len(rows.request.token_ids), rows.request.token_ids[-1]) for rows, _ in called]
+        states_before = [(len(rows.request.token_ids), rows.request.token_ids[-1]) for rows, _ in drafting]
         try:
-            trees = drafter.propose([rows.request for rows, _ in called], [budget for _, budget in called])
+            trees = drafter.propose([rows.request for rows, _ in drafting], [budget for _, budget in drafting])
         finally:
-            are_unchanged = [_restore_token_ids(rows, *state, name) for (rows, _), state in zip(called, before, strict=True)]
+            are_unchanged = [_restore_token_ids(rows, *state, name) for (rows, _), state in zip(drafting, states_before, strict=True)]
         if not all(are_unchanged):
-            raise ValueError(f"{name} changed Request.token_ids, which drafters only read")
+            raise ValueError(f"{name} changed Request.token_ids, which drafters may only read")
         depth = 0
-        for (rows, budget), tree in zip(called, trees, strict=True):
+        for (rows, budget), tree in zip(drafting, trees, strict=True):
             if tree is None or tree.num_draft_tokens == 0:
                 rows.skip_drafter(SkipReason.NO_MATCH)
                 continue
             tree.check()
             depth = max(depth, tree.tree_depth)
             usable = tree.trim(vocab_size=self._vocab_size, max_depth=budget.max_depth, max_rows=budget.max_rows)
-            is_better = policy.prefers(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
+            is_better = policy.is_better_draft(rows, usable) if usable.num_draft_tokens else rows.num_draft_tokens == 0
             if is_better:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        policy.observe_draft_time(drafter, len(called), depth, seconds, has_prefill=has_prefill)
+        policy.observe_draft_time(drafter, len(drafting), depth, seconds, has_prefill=has_prefill)
         return True
 
 
@@ -189,10 +189,10 @@ def _error_text(error: BaseException) -> str:
 
 
 def _restore_token_ids(rows: RequestRows, num_tokens: int, last_token_id: int, name: str) -> bool:
-    """Return whether a request's tokens have the same number and the same last one as before drafter `name` was called.
+    """Return whether a request has as many tokens and the same last token as before drafter `name` was called.
 
-    If not, appended tokens are removed. A request that has lost tokens fails: it is filled up to the length that the pass reads, and `step`
-    keeps nothing of its rows.
+    If not, appended tokens are removed. A request that has lost tokens fails: tokens are appended up to the length that the pass reads, and
+    `step` frees the rows.
     """
     token_ids = rows.request.token_ids
     if len(token_ids) == num_tokens and token_ids[-1] == last_token_id:
@@ -200,7 +200,7 @@ def _restore_token_ids(rows: RequestRows, num_tokens: int, last_token_id: int, n
     del token_ids[num_tokens:]
     if len(token_ids) < num_tokens or token_ids[-1] != last_token_id:
         token_ids[-1:] = [last_token_id] * (num_tokens + 1 - max(1, len(token_ids)))
-        text = f"the drafter {name} removed or replaced tokens of this request, which drafters only read: load the model without it"
+        text = f"the drafter {name} removed or replaced tokens of this request, which drafters may only read: load the model without it"
         rows.request.fail(PacelineError(text))
         rows.max_draft_budget = None
         rows.drop_draft(SkipReason.DRAFTER_FAILED)
@@ -210,30 +210,30 @@ def _restore_token_ids(rows: RequestRows, num_tokens: int, last_token_id: int, n
 def _may_draft(rows: RequestRows, name: str) -> bool:
     """Return whether a drafter may draft for a request.
 
-    Not if the request has a sampled draft. A choice between drafts that depends on the sampled tokens would change the distribution that
-    rejection sampling preserves.
+    If the request has a sampled draft, no other drafter may. A choice between drafts that depends on sampled tokens would change the
+    distribution that rejection sampling preserves.
     """
     is_sampled = rows.tree is not None and bool(rows.tree.draft_probs)
     return rows.max_draft_budget is not None and rows.request.drafter in (None, name) and not is_sampled
 
 
-def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
-    """Prune drafts to `available` rows in total, shared as evenly as their sizes allow."""
+def fit_rows(batch: Sequence[RequestRows], max_draft_tokens: int) -> None:
+    """Prune drafts to `max_draft_tokens` in total, shared among requests as evenly as the sizes of their drafts allow."""
     sizes = [rows.num_draft_tokens for rows in batch]
-    if sum(sizes) <= available:
+    if sum(sizes) <= max_draft_tokens:
         return
-    shares, left = [0] * len(sizes), max(0, available)
-    while left > 0 and (unfilled := [index for index, size in enumerate(sizes) if shares[index] < size]):
-        for index in unfilled[:left]:
+    shares, num_left = [0] * len(sizes), max(0, max_draft_tokens)
+    while num_left > 0 and (unfilled := [index for index, size in enumerate(sizes) if shares[index] < size]):
+        for index in unfilled[:num_left]:
             shares[index] += 1
-        left -= len(unfilled[:left])
+        num_left -= len(unfilled[:num_left])
     for rows, size, share in zip(batch, sizes, shares, strict=True):
         if share < size and rows.tree is not None:
-            kept = rows.tree.prune(lambda parents, share=share: len(parents) - 1 <= share)  # type: ignore[misc]
-            rows.set_draft(kept, rows.num_draft_tokens, SkipReason.PASS_FULL)
+            pruned = rows.tree.prune(lambda parents, share=share: len(parents) - 1 <= share)  # type: ignore[misc]
+            rows.set_draft(pruned, rows.num_draft_tokens, SkipReason.PASS_FULL)
 
 
-def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
+def reserve_rows(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
     """Reserve cache slots for all rows of a pass. If there are too few blocks, drafts shrink until the remaining rows fit.
 
     Raises:
@@ -246,7 +246,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
                 rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
                 _shrink_reserved_drafts(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
-                _shrink(rows, cache, cache.pool.num_free)
+                _shrink_draft(rows, cache, cache.pool.num_free)
                 rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
         for rows in batch:
@@ -262,13 +262,13 @@ def _shrink_reserved_drafts(batch: Sequence[RequestRows], cache: KVCache, num_bl
             return
         if rows.row_plan is not None and rows.num_draft_tokens > 0:
             cache.cancel(rows.request.cached_sequence)
-            _shrink(rows, cache, cache.pool.num_free - num_blocks)
+            _shrink_draft(rows, cache, cache.pool.num_free - num_blocks)
             rows.row_plan = cache.reserve(rows.request.cached_sequence, rows.parents, rows.num_new_tokens)
 
 
-def _shrink(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
+def _shrink_draft(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
     """Prune a draft so that the request's rows fit in `num_blocks` blocks."""
     tree, sequence = rows.tree, rows.request.cached_sequence
     if tree is not None and tree.num_draft_tokens > 0:
-        kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_of_pass(parents)) <= num_blocks)
-        rows.set_draft(kept, tree.num_draft_tokens, SkipReason.NO_MEMORY)
+        pruned = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_of_pass(parents)) <= num_blocks)
+        rows.set_draft(pruned, tree.num_draft_tokens, SkipReason.NO_MEMORY)

@@ -5,8 +5,8 @@ the tokens depend on the draft. In return, more tokens of drafters that sample a
 depends on how the draft was made (`DraftSampling`):
 
     a sampled chain               block verification: accept the longest prefix that the joint probabilities allow
-    several samples at a node     accept or reject one after the other; after each rejection target_probs becomes the normalised residual
-    tokens chosen otherwise       sample a token of the target, and accept the child that holds it
+    several samples at a node     accept or reject one after another; after a rejection, use the normalised residual of target_probs
+    tokens that are not sampled   sample a token of the target, and accept the child with this token
 """
 
 from collections.abc import Callable, Sequence
@@ -73,9 +73,9 @@ class RejectionSampler:
     """Verification of one tree by rejection sampling.
 
     Args:
-        target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
-        new_finish_check: makes a check that finds the token that finishes the request, after which none is accepted.
-        randomness: source of the random decisions; tests pass one that goes through all of them.
+        target_probs: (node, tokens from the root to the node, root excluded) -> the target's distribution of the next token.
+        new_finish_check: returns a `FinishCheck`, because no token is accepted after the token that finishes the request.
+        randomness: source of the random decisions; tests pass an object that enumerates all decisions.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RejectionSampler:
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # no token can be sampled after this node: its token becomes the bonus token, and the next step raises
+            self._accepted.pop()  # no token can be sampled after this node: its token becomes the bonus token
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:
@@ -123,7 +123,7 @@ class RejectionSampler:
         return self._append_token(self._randomness.draw(target, depth), None)
 
     def _verify_block(self, length: int) -> int | None:
-        """Accept the longest prefix of a block of `length` sampled tokens; return the last node if that is the whole block.
+        """Accept the longest prefix of a block of `length` sampled tokens; return the last node if the whole block is accepted.
 
         Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: the block ends with the token that finishes the request, or
         with the last token that was sampled.
@@ -134,7 +134,7 @@ class RejectionSampler:
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
             except BaseException as error:
-                # Verify only the nodes before the first one with invalid logits (NaN), because the output may never reach it.
+                # Verify only the nodes before the first node with invalid logits (NaN), because the output may never reach that node.
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -144,7 +144,7 @@ class RejectionSampler:
             if depth == 0 or self._randomness.accepts(block_threshold(ratio, weights), depth - 1, 0):
                 num_accepted, target_after, weights_after = depth, target, weights
             ratio = min(1, ratio * acceptance_ratio(target, draft, tree.token_ids[depth + 1]))
-            if ratio == 0:  # the target gives this token probability 0: neither it nor a draft token after it can be accepted
+            if ratio == 0:  # this token has target probability 0: neither this token nor a later draft token can be accepted
                 break
         is_whole = self._randomness.accepts(ratio, length - 1, 0)
         node: int | None = 0
@@ -153,7 +153,7 @@ class RejectionSampler:
         return node if is_whole else self._append_token(self._randomness.draw(residual(target_after, weights_after), num_accepted), None)
 
     def _block_length(self) -> int:
-        """Return the number of draft tokens that the drafter sampled, up to and including the one that would finish the request."""
+        """Return the number of draft tokens that the drafter sampled, up to and including the token that would finish the request."""
         length, finish_check = 0, self._new_finish_check()
         while length in self._tree.draft_probs:
             length += 1
@@ -162,7 +162,7 @@ class RejectionSampler:
         return length
 
     def _append_token(self, token_id: int, child: int | None) -> int | None:
-        """Append a token to the result, and the node `child` that holds it, if any; return `child` if verification continues there."""
+        """Append a token to the result, and its node `child` if the draft has it. Return `child` if verification continues there."""
         self._token_ids.append(token_id)
         if child is None or self._finish_check.finishes_with(token_id):
             return None

@@ -1,4 +1,4 @@
-"""One sequence that is being generated, with the fields that steps and drafters use. `engine/request.py` adds those of the engine."""
+"""One sequence that is being generated, with the fields that steps and drafters use. `engine/request.py` adds the fields of the engine."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class TokenOrigin(StrEnum):
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in the text of a request's tokens (`engine.text_stop.TextStop`)."""
+    """Finds stop strings in the text of a request's tokens (`engine.stop_matcher.StopStringMatcher`)."""
 
     @property
     def is_stopped(self) -> bool:
@@ -64,14 +64,14 @@ class Request:
     sample_index: int
     max_len: int  # number of tokens, prompt included, at which the request ends
     end_token_ids: frozenset[int] = frozenset()  # ids that end the request: stop tokens, and EOS unless it is ignored
-    text_stop: StopMatcher | None = None  # finds stop strings; None = there are none
-    num_speculative_tokens: int | None = None  # most draft tokens in a step; 0 = plain steps only, None = only the policy limits drafts
+    stop_matcher: StopMatcher | None = None  # finds stop strings; None = there are none
+    num_speculative_tokens: int | None = None  # maximum draft tokens in a step; 0 = plain steps only, None = only the policy limits drafts
     drafter: str | None = None  # name of the only drafter that may draft for the request; None = all drafters may
-    keeps_steps: bool = False  # whether a record of every step is kept in `steps`
+    keeps_step_records: bool = False  # whether a record of every step is kept in `steps`
     prediction_token_ids: Sequence[int] = ()  # text that the output is expected to resemble, for drafters that copy from it
     namespace: str | None = None  # requests of the same namespace may draft from each other's finished outputs; None = no sharing
     adapter: str | None = None  # name of the LoRA adapter; None = no adapter
-    adapter_number: int = 0  # its number in the runtime; 0 = no adapter
+    adapter_number: int = 0  # number of the adapter in the runtime; 0 = no adapter
     has_mixture_pass: bool = False  # whether the adapter is an X-LoRA adapter, with which each row runs twice
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -117,10 +117,10 @@ class Request:
         return self.num_speculative_tokens != 0
 
     def limit_draft(self, max_rows: int, max_depth: int) -> tuple[int, int]:
-        """Return the given row budget and depth, each reduced to `num_speculative_tokens` and to the tokens that may still be emitted."""
+        """Return the given row budget and depth, each limited by `num_speculative_tokens` and by the tokens that may still be emitted."""
         max_depth, limit = min(max_depth, self.num_remaining_tokens - 1), self.num_speculative_tokens
         return (max_rows, max_depth) if limit is None else (min(max_rows, limit + 1), min(max_depth, limit))
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, which its caller receives."""
+        """End the request with an error, which the caller of the engine receives."""
         self.error, self.finish_reason = error, FinishReason.ABORT

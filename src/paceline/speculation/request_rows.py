@@ -1,4 +1,4 @@
-"""One request's rows of a forward pass: its tokens without cached rows, then its draft tokens. They are numbered as nodes of the pass:
+"""One request's rows of a forward pass: tokens without cached rows, then draft tokens. The rows are numbered as nodes of the pass:
 
 0 … num_new_tokens - 1    tokens of the request; the last one is the root of the draft tree
 num_new_tokens …          draft tokens, in the order of the tree
@@ -25,11 +25,11 @@ class RequestRows:
     """The rows of one request in one pass."""
 
     request: Request
-    num_new_tokens: int  # number of tokens of the request that run; 1 while decoding, more for a chunk of the prompt
+    num_new_tokens: int  # tokens of the request that run in this pass; 1 while decoding, more for a prompt chunk
     tree: DraftTree | None  # draft after the last token, or only the root; None for a chunk of the prompt that emits no token
     skip_reason: SkipReason | None = None  # why there is no draft
     max_draft_budget: DraftBudget | None = None  # budget of the request in this step, for all drafters; None = nothing may be drafted
-    draft_budget: DraftBudget | None = None  # budget of the request for the drafter that is being called; None = it may not draft
+    draft_budget: DraftBudget | None = None  # budget of the request for the drafter that is being called; None = this drafter may not draft
     expected_tokens: float | None = None  # as in `StepRecord`
     expected_speedup: float | None = None  # as in `StepRecord`
     first_position: int = 0  # position in the request's text of the first row
@@ -38,7 +38,7 @@ class RequestRows:
     logits: FloatArray = field(default_factory=lambda: NO_LOGITS)  # [N, V] of the tree's nodes
     prompt_logits: FloatArray = field(default_factory=lambda: NO_LOGITS)  # [num_new_tokens, V] if those of prompt tokens are needed
     root_logits_row: int = 0  # row of the root among the logits of the whole pass
-    sampled_path: SampledPath | None = None  # result of the compiled sampler; None = it could not sample this tree
+    sampled_path: SampledPath | None = None  # result of the compiled sampler; None = verify row by row
     kept_nodes: Sequence[int] = ()  # nodes of the pass whose cache rows are kept: the new tokens and the accepted draft tokens
     is_observed: bool = False  # whether drafters receive the rows
 
@@ -63,7 +63,7 @@ class RequestRows:
         return range(-1, self.root_node) if self.num_draft_tokens == 0 or self.tree is None else self.parents_of_pass(self.tree.parents)
 
     def parents_of_pass(self, tree_parents: Sequence[int]) -> Sequence[int]:
-        """Return the parent of each node of the pass: the new tokens, one after another, then a draft tree whose own parents are given."""
+        """Return the parent of each node of the pass: the new tokens, a chain, and then a draft tree with the parents `tree_parents`."""
         if self.num_new_tokens == 1:
             return tree_parents
         return [*range(-1, self.root_node), *(self.root_node + parent for parent in tree_parents[1:])]
@@ -93,13 +93,13 @@ class RequestRows:
     def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
         """Add accepted nodes of the tree to `kept_nodes`, as nodes of the pass."""
         if self.tree is not None and accepted_nodes:
-            if isinstance(self.tree.parents, range):  # the draft is a chain: its accepted nodes follow the request's own tokens
+            if isinstance(self.tree.parents, range):  # a chain, whose accepted nodes follow the request's own tokens
                 self.kept_nodes = range(self.num_new_tokens + len(accepted_nodes))
             else:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root_node + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_drafted: int, reason_if_empty: SkipReason) -> None:
-        """Set the draft to `tree`, what is left of a draft of `num_drafted` tokens, and count the dropped tokens.
+        """Set the draft to `tree`, the remaining part of a draft of `num_drafted` tokens, and count the dropped tokens.
 
         Args:
             reason_if_empty: why the step is plain if no draft token is left.
@@ -116,7 +116,7 @@ class RequestRows:
         self.tree, self.skip_reason = DraftTree.root_only(self.request.token_ids[-1]), reason
 
     def skip_drafter(self, reason: SkipReason) -> None:
-        """Record why a drafter does not draft. The reason of a later drafter replaces only the reason NO_MATCH."""
+        """Record why a drafter does not draft. The reason of a later drafter replaces only an earlier NO_MATCH."""
         self.draft_budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):
             self.skip_reason = reason

@@ -22,7 +22,7 @@ class Speculator:
     Args:
         drafters: empty for plain decoding.
         policy: decides how much is drafted.
-        vocab_size: number of ids of the tokenizer. The model's logits beyond it are padding; these ids are never drafted or emitted.
+        vocab_size: number of ids of the tokenizer. Further logits of the model are padding, whose ids are never drafted or emitted.
         acceptance: rule that accepts draft tokens.
 
     Attributes:
@@ -58,7 +58,7 @@ class Speculator:
         self._proposer.propose(batch, self.policy, max_rows, is_rejection=self.acceptance is Acceptance.REJECTION)
 
     def sampler_input(self, rows: RequestRows) -> PathRequest | None:
-        """Return the input of the compiled sampler; None if it cannot sample the request's tree, which is then verified row by row."""
+        """Return the input of the compiled sampler; None if the request's tree must be verified row by row."""
         request, tree, sampler = rows.request, rows.tree, rows.request.processor.path_sampler
         if tree is None or sampler is None or not self._verifies_by_match(request):
             return None
@@ -112,7 +112,7 @@ class Speculator:
         return CommittedRows(rows.request, rows.first_position, len(nodes), hidden, collected)
 
     def preempt(self, request: Request) -> None:
-        """Free the drafters' state of a request whose cache rows were evicted. Its acceptance rates are kept."""
+        """Free the drafters' state of a request whose cache rows were evicted. Acceptance rates are kept."""
         if request.is_speculative:
             for drafter in self.drafters:
                 with self._guard:

@@ -1,4 +1,4 @@
-"""Statistics of speculation: counters of requests, and records of single steps. Tokens after the one that finishes a request do not count.
+"""Statistics of speculation: counters of requests, and records of single steps. Tokens dropped after a finish do not count.
 
 mean_acceptance_length = num_emitted_tokens / steps        (1 for plain decoding)
 acceptance_rate        = num_accepted_tokens / num_draft_tokens
@@ -117,7 +117,7 @@ class SpeculationStats:
             self.skip_counts[reason] += count
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values as a dictionary that JSON can hold."""
+        """Return the values as a JSON object."""
         return {
             "acceptance": self.acceptance,
             "steps": self.steps,
@@ -150,7 +150,7 @@ class StepRecord:
         accepted_nodes: accepted nodes, from depth 1 down.
         skip_reason: why there is no draft; None if there is one.
         expected_tokens: number of tokens that the step was expected to emit when the draft was chosen; None = unknown.
-        expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
+        expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, the speedup of the best draft.
     """
 
     start: int
@@ -164,8 +164,8 @@ class StepRecord:
     expected_speedup: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values as a dictionary that JSON can hold."""
-        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return the values as a JSON object."""
+        values: dict[str, Any] = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         for name, value in values.items():
             if isinstance(value, tuple):
                 values[name] = list(value)

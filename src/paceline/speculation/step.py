@@ -20,7 +20,7 @@ from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import Network, assemble_pass
 from paceline.sampling.path_sampler import LogitsView, sample_paths
 from paceline.speculation.commit import commit, prompt_logprobs, token_logprobs
-from paceline.speculation.propose import reserve
+from paceline.speculation.propose import reserve_rows
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
@@ -41,7 +41,7 @@ def step(
     *,
     max_rows: int | None = None,
 ) -> None:
-    """Advance every request by one target pass. A request whose last token is part of the pass emits at least one token, or fails alone.
+    """Advance every request by one target pass. Requests whose last token is in the pass emit at least one token each, or fail alone.
 
     Args:
         requests: unfinished requests, each with a sequence in `cache`.
@@ -69,7 +69,7 @@ def step(
 
 def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, speculator: Speculator) -> None:
     """Reserve slots, run the target, and sample the requests whose trees the compiled sampler can sample."""
-    plans, nodes = reserve(batch, cache), [rows.logits_nodes for rows in batch]
+    plans, nodes = reserve_rows(batch, cache), [rows.logits_nodes for rows in batch]
     arguments = assemble_pass(plans, [rows.token_ids for rows in batch], nodes, [rows.request.adapter_number for rows in batch])
     try:
         output = speculator.forward(target, arguments)
@@ -109,7 +109,7 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
     num_emitted = commit(request, token_ids, len(nodes), has_draft=tree.num_draft_tokens > 0, logprobs=logprobs)
     accepted = nodes[:num_emitted]
     request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.skip_reason)
-    if request.keeps_steps:
+    if request.keeps_step_records:
         start, emitted = request.num_output_tokens - num_emitted, tuple(token_ids[:num_emitted])
         draft = tuple(tree.token_ids[1:]), tuple(tree.parents[1:]), tuple(tree.sources[1:])
         expected = rows.expected_tokens, rows.expected_speedup

@@ -72,12 +72,12 @@ class DraftTree:
             draft_probs: for each given node, the distribution from which its children were sampled; None = no children were sampled.
             confidences: confidence in given nodes 1 … n; None = unknown.
         """
-        node_of = [0]  # for each input node: the node that it is merged into, its first sibling with the same token
+        merged_node = [0]  # for each input node: its first sibling with the same token, into which it is merged
         children: list[dict[int, int]] = [{}]  # for each input node: its children by token id
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
             if not 0 <= parent < index:
-                raise ValueError(f"node {index} names parent {parent}: parents come before their children")
-            node_of.append(children[node_of[parent]].setdefault(token, index))
+                raise ValueError(f"node {index} has parent {parent}: parents must come before their children")
+            merged_node.append(children[merged_node[parent]].setdefault(token, index))
             children.append({})
         order, depths, tree_parents = [0], [0], [-1]  # for each node of the result: its index among the given nodes, its depth, its parent
         for position, node in enumerate(order):  # breadth-first: `order` grows while it is read
@@ -86,7 +86,7 @@ class DraftTree:
                 depths.append(depths[position] + 1)
                 tree_parents.append(position)
         if draft_probs and len(order) <= len(draft_token_ids):
-            raise ValueError("two siblings of a sampled tree hold the same token: they were not sampled without replacement")
+            raise ValueError("two siblings of a sampled tree have the same token: they were not sampled without replacement")
         position_of = {node: position for position, node in enumerate(order)}
         names = [source] * len(draft_token_ids) if isinstance(source, str) else source
         return cls(
@@ -110,12 +110,12 @@ class DraftTree:
             depths: list[int] = []
             for node, parent in enumerate(self.parents):
                 if parent != -1 if node == 0 else not 0 <= parent < node:
-                    raise ValueError(f"node {node} of the draft tree names parent {parent}: the root has -1, others a node before them")
+                    raise ValueError(f"node {node} of the draft tree has parent {parent}: use -1 for the root, else an earlier node")
                 depths.append(depths[parent] + 1 if node else 0)
             if not depths or depths != list(self.depths) or len(depths) != count:
                 raise ValueError(f"depths {list(self.depths)} of {count} nodes do not follow from parents {list(self.parents)}")
             if depths != sorted(depths):
-                raise ValueError(f"nodes of depths {depths} are not in breadth-first order: DraftTree.from_nodes puts them in it")
+                raise ValueError(f"nodes of depths {depths} are not in breadth-first order: build the tree with DraftTree.from_nodes")
         if len(self.sources) != count:
             raise ValueError(f"{len(self.sources)} sources of {count} nodes: give one for each")
         if self.confidences is not None and (
@@ -146,7 +146,7 @@ class DraftTree:
         return self.depths[-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the child of `node` that holds `token_id`, or None."""
+        """Return the child of `node` with this token, or None."""
         return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def children(self, node: int) -> Sequence[int]:
@@ -203,14 +203,14 @@ class DraftTree:
     def trim(self, *, vocab_size: int, max_depth: int, max_rows: int) -> "DraftTree":
         """Return the tree without invalid ids and nodes deeper than `max_depth`, pruned to `max_rows` nodes.
 
-        A distribution in `draft_probs` with a probability for an invalid id is dropped, so that its children count as not sampled. If it
-        were dropped only when an invalid id was sampled, valid ids would be accepted too often.
+        A distribution in `draft_probs` with a probability for an invalid id is dropped, so that the node's children count as not sampled.
+        If only trees with a sampled invalid id lost the distribution, valid ids would be accepted too often.
         """
-        kept = dict[int, None]()  # used as a set that keeps the order of insertion
+        kept_nodes = dict[int, None]()  # used as a set that keeps the order of insertion
         for node, (token, parent, depth) in enumerate(zip(self.token_ids, self.parents, self.depths, strict=True)):
-            if node == 0 or (parent in kept and depth <= max_depth and 0 <= token < vocab_size):
-                kept[node] = None
-        tree = self.subtree(list(kept))
+            if node == 0 or (parent in kept_nodes and depth <= max_depth and 0 <= token < vocab_size):
+                kept_nodes[node] = None
+        tree = self.subtree(list(kept_nodes))
         draft_probs = {node: probs for node, probs in tree.draft_probs.items() if probs.is_within(vocab_size)}
         if len(draft_probs) < len(tree.draft_probs):
             tree = replace(tree, draft_probs=draft_probs)

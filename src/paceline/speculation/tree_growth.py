@@ -14,14 +14,14 @@ from paceline.speculation.tree import DraftTree
 ContextT = TypeVar("ContextT")
 
 Candidate: TypeAlias = tuple[int, float, ContextT]
-"""A possible next token: its id, its probability given that the tokens before it are accepted, and the context from which the tokens after
-it are found. A bare tuple, because some drafters take only microseconds."""
+"""A possible next token: its id, its probability given that the tokens before it are accepted, and the context from which later tokens
+are proposed. A plain tuple, because some drafters take only microseconds."""
 
 MIN_COUPLED_PROB = 0.6
 """Minimum confidence in a token that the drafter sampled with the target's own noise. Such a token is accepted more often than its
 probability under the drafter suggests."""
 
-Growth: TypeAlias = Generator[ContextT, Sequence[Candidate[ContextT]], DraftTree | None]
+TreeGenerator: TypeAlias = Generator[ContextT, Sequence[Candidate[ContextT]], DraftTree | None]
 """Generator that yields the context of a node, receives the candidates for its children, and finally returns the tree."""
 
 
@@ -48,32 +48,32 @@ def grow_tree(
         context = next(growth)
         while True:
             context = growth.send(expand(context))
-    except StopIteration as end:
-        tree: DraftTree | None = end.value
+    except StopIteration as stop:
+        tree: DraftTree | None = stop.value
         return tree
 
 
 def grow_tree_stepwise(
     root_token_id: int, budget: DraftBudget, context: ContextT, source: str, *, min_path_prob: float = 0.0
-) -> Growth[ContextT]:
+) -> TreeGenerator[ContextT]:
     """Grow a tree like `grow_tree`, but as a generator, so that a drafter can expand nodes of many trees in one batch.
 
-    A node is expanded as soon as it is added, because one of its children may be the best candidate of all.
+    A node is expanded as soon as it is added, because its children compete with the other candidates.
     """
     token_ids, parents, depths, probs = [root_token_id], [-1], [0], [1.0]
     # (-path probability, order of arrival, parent, candidate); the order of arrival makes ties deterministic
-    queue: list[tuple[float, int, int, Candidate[ContextT]]] = []
+    heap: list[tuple[float, int, int, Candidate[ContextT]]] = []
     num_arrived, node, path_prob, is_expandable = 0, 0, 1.0, budget.max_depth > 0
     while len(token_ids) < budget.max_rows:
         if is_expandable:
             for candidate in (yield context):
                 child_path_prob = path_prob * candidate[1]
                 if child_path_prob > 0.0 and child_path_prob >= min_path_prob:
-                    heapq.heappush(queue, (-child_path_prob, num_arrived, node, candidate))
+                    heapq.heappush(heap, (-child_path_prob, num_arrived, node, candidate))
                     num_arrived += 1
-        if not queue:
+        if not heap:
             break
-        negative_path_prob, _, parent, (token_id, prob, context) = heapq.heappop(queue)
+        negative_path_prob, _, parent, (token_id, prob, context) = heapq.heappop(heap)
         node, path_prob = len(token_ids), -negative_path_prob
         token_ids.append(token_id)
         parents.append(parent)

@@ -1,6 +1,6 @@
 """Verification: accepts the draft tokens that the target itself samples.
 
-At the root, a token is sampled from the target's logits, with the noise that plain decoding uses at that position. If a child holds this
+At the root, a token is sampled from the target's logits, with the noise that plain decoding uses at that position. If a child has this
 token, the child is accepted, and the next token is sampled from the child's logits. Otherwise, or if the token finishes the request, it is
 the bonus token, and verification ends. Every token is the target's own sample, so the output is that of plain decoding for any tree, and no
 draft probabilities are needed.
@@ -19,7 +19,7 @@ from paceline.speculation.tree import DraftTree
 class VerifyResult(NamedTuple):
     """Outcome of verifying one tree."""
 
-    accepted_nodes: tuple[int, ...]  # accepted nodes, from depth 1 down
+    accepted_nodes: tuple[int, ...]  # from depth 1 down
     token_ids: tuple[int, ...]  # tokens of the accepted nodes, then the bonus token
 
 
@@ -29,7 +29,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
     Args:
         tree: tree whose root is the request's last token.
         logits: [N, V] float32, row i belongs to node i; only rows along the accepted path are read.
-        request: not changed.
+        request: the request, which is not changed.
         path: result of the compiled sampler; None = sample row by row.
 
     Raises:
@@ -57,7 +57,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
 
 
 def _cut_at_finish(path: SampledPath, request: Request) -> VerifyResult:
-    """Return the path that the compiled sampler took, cut at the first token that finishes the request: it becomes the bonus token."""
+    """Return the compiled sampler's path, cut at the first token that finishes the request, which becomes the bonus token."""
     token_ids, nodes = path
     count = len(nodes)
     if nodes and not cannot_finish(request, token_ids[:-1]):

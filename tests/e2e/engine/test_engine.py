@@ -332,7 +332,7 @@ def test_interrupt_during_a_forward_pass_does_not_end_other_streams(
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("function", ["commit", "reserve", "assemble_pass"])
+@pytest.mark.parametrize("function", ["commit", "reserve_rows", "assemble_pass"])
 def test_interrupt_outside_the_forward_pass_ends_all_its_requests(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], GREEDY)

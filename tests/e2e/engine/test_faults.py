@@ -179,8 +179,8 @@ def test_drafter_failures_leave_the_text_unchanged(open_llm: Open, solo: list[li
     [
         "begin_step",
         "skip_reason",
-        "plan",
-        "prefers",
+        "plan_drafts",
+        "is_better_draft",
         "prune_drafts",
         "observe_verified",
         "observe_draft_time",

@@ -42,7 +42,7 @@ def test_forced_grammar_tokens_fit_max_num_batched_tokens(
     prompts = ["One: ", "Two: ", "Three: "]
     plain = LLM(str(mini_dir), drafter="none", max_model_len=300, kv_cache_gb=0.1, threads=2).generate(prompts, params)
     llm = LLM(str(mini_dir), drafter="ngram", max_num_batched_tokens=max_num_batched_tokens, max_model_len=300, kv_cache_gb=0.1, threads=2)
-    monkeypatch.setattr(llm.engine.speculator.policy, "plan", plan_nothing)
+    monkeypatch.setattr(llm.engine.speculator.policy, "plan_drafts", plan_nothing)
     rows = record_rows(llm, monkeypatch)
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]

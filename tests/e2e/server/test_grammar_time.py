@@ -51,7 +51,7 @@ def test_slow_schema_compilation_delays_other_schemas_by_seconds_at_most(served_
 
 
 def test_busy_grammar_compiler_is_status_503_with_retry_after(client: HttpClient, engine: AsyncEngine) -> None:
-    sandbox = engine.loaded.input_processor.compiler.sandbox = CompileSandbox(0.02)
+    sandbox = engine.loaded.input_processor.grammar_compiler.sandbox = CompileSandbox(0.02)
     with sandbox._lock:
         answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "grammar_busy")

@@ -10,7 +10,7 @@ import pytest
 
 from harness.chat_tokenizers import CHATML, CONTROLS, new_input_processor
 from paceline.engine.chat_messages import parse_tools
-from paceline.engine.chat_prompt import FOLDED_SYSTEM, GENERIC_TOOLS, chat_prompt
+from paceline.engine.chat_prompt import GENERIC_TOOLS_NOTICE, SYSTEM_AS_USER_NOTICE, chat_prompt
 from paceline.errors import RequestError
 from paceline.parsing.tool_calls.generic import generic_tool_prompt
 from paceline.parsing.tools import Tool
@@ -111,7 +111,7 @@ def test_system_message_unknown_to_the_template_joins_the_user_message(template:
     input_processor = new_input_processor(template)
     prompt = chat_prompt(input_processor, [{**SYSTEM, "role": role}, USER])
     assert input_processor.tokenizer.decode(prompt.token_ids) == "[user]Be brief.\n\nWeather?"
-    assert prompt.notices == (FOLDED_SYSTEM,)
+    assert prompt.notices == (SYSTEM_AS_USER_NOTICE,)
 
 
 def test_later_system_message_is_merged_if_it_would_replace_the_first() -> None:
@@ -154,14 +154,14 @@ def test_chat_prompt_notice_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             chat_prompt(input_processor, [SYSTEM, USER])
-    assert [record.message for record in caplog.records] == [FOLDED_SYSTEM]
+    assert [record.message for record in caplog.records] == [SYSTEM_AS_USER_NOTICE]
 
 
 def test_tools_unknown_to_the_template_get_a_generic_description() -> None:
     input_processor = new_input_processor(CHATML)
     prompt = chat_prompt(input_processor, [SYSTEM, USER, CALLED, RESULT], tools=TOOLS)
     assert prompt.uses_generic_tools
-    assert prompt.notices == (GENERIC_TOOLS,)
+    assert prompt.notices == (GENERIC_TOOLS_NOTICE,)
     described = generic_tool_prompt(parse_tools(TOOLS))
     assert '"weather"' in described
     assert input_processor.tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == (
@@ -315,7 +315,7 @@ def test_prompt_too_long_in_characters_is_refused_without_encoding() -> None:
     [
         ("hi", "give a list"),
         ([], "empty"),
-        (["hi"], "messages holds 'hi'"),
+        (["hi"], "messages contains 'hi'"),
         ([USER, {"role": "assistant", "tool_calls": ["f"]}], "which is no call"),
         ([USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}], "which is no call"),
     ],

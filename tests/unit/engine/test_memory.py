@@ -32,7 +32,7 @@ def test_sliding_window_memory_is_counted_for_running_requests_only():
 
 
 def test_kv_cache_too_small_for_one_block_is_refused():
-    with pytest.raises(CapacityError, match="holds no block"):
+    with pytest.raises(CapacityError, match="too few for a cache block"):
         plan_of(SLIDING, 1e-6)
 
 
@@ -93,14 +93,14 @@ def test_explicit_max_model_len_takes_more_memory_if_needed(default_plan):
 
 
 def test_free_memory_for_less_than_a_block_is_refused(default_plan):
-    with pytest.raises(CapacityError, match="holds no block"):
+    with pytest.raises(CapacityError, match="too few for a cache block"):
         default_plan(free=40 * ROW_BYTES)
 
 
 def test_kv_cache_smaller_than_the_context_gives_a_notice():
     plan = plan_of(FULL, 0.01)
     assert plan.notice is not None
-    assert f"the cache holds {plan.num_cache_tokens} tokens, less than the context of 100000" in plan.notice
+    assert f"the cache has room for {plan.num_cache_tokens} tokens, less than the context of 100000" in plan.notice
     assert plan.notice.endswith("raise kv_cache_gb or lower max_model_len")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.engine.scheduler import MAX_OVERTAKEN, Scheduler, SchedulerLimits, share_prompt_rows
+from paceline.engine.scheduler import MAX_OVERTAKES, Scheduler, SchedulerLimits, share_prompt_rows
 
 BLOCK_SIZE = 4
 
@@ -104,7 +104,7 @@ class Simulation:
         """Jobs that have begun, oldest first, with blocks for the rows they have."""
         for job in jobs:
             self.scheduler.add(job)
-            self.scheduler._unqueue(job)
+            self.scheduler._dequeue(job)
             self.scheduler.running.append(job)
             self.blocks.take(job, -(-job.num_cached // BLOCK_SIZE))
 
@@ -471,7 +471,7 @@ def test_request_without_blocks_is_overtaken_a_bounded_number_of_times():
         simulation.step()
         assert len(simulation.passes) < 300
     last = len(simulation.blocks.begun) - simulation.blocks.begun[::-1].index("large")
-    assert simulation.blocks.begun[:last].count("small") == MAX_OVERTAKEN
+    assert simulation.blocks.begun[:last].count("small") == MAX_OVERTAKES
     while not large.is_finished:
         simulation.step()
 

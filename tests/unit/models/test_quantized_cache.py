@@ -349,7 +349,7 @@ def test_quantised_weights_over_the_cache_limit_stay_in_memory(
 @pytest.mark.parametrize("given", ["-1", "many", "nan", "inf"])
 def test_invalid_paceline_cache_gb_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE_GB", given)
-    with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number of gigabytes from 0"):
+    with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number from 0"):
         quantized_weights(make_weights(), INT4, tmp_path)
 
 

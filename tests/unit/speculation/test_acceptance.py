@@ -8,7 +8,7 @@ import pytest
 from harness.decoding_rows import make_request
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import (
-    MAX_OFFSET,
+    MAX_LOG_ODDS_OFFSET,
     MAX_OFFSET_TOKENS,
     MAX_RATE,
     MIN_RATE,
@@ -114,7 +114,7 @@ def test_request_bias_is_bounded_and_rates_stay_below_one() -> None:
     history = DraftHistory()
     for _ in range(5000):
         history.observe(0.6, accepted=True)
-    assert abs(history.log_odds_offset) <= MAX_OFFSET
+    assert abs(history.log_odds_offset) <= MAX_LOG_ODDS_OFFSET
     assert history.rate_for_request(0.6) <= MAX_RATE
     assert (clip_rate(0.0), clip_rate(1.0), clip_rate(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
 

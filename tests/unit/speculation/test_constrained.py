@@ -24,7 +24,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.commit import commit
-from paceline.speculation.constrained import FORCED_SOURCE, constrain
+from paceline.speculation.constrained import FORCED_SOURCE, constrain_tree
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import verify
@@ -167,7 +167,7 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
 
         def propose(one: Request, plain: list[int] = plain) -> DraftTree | None:
             max_depth, max_rows = min(6, one.num_remaining_tokens - 1), int(generator.integers(1, 14))
-            tree = constrain(guess(generator, one, plain), one, max_depth, max_rows)
+            tree = constrain_tree(guess(generator, one, plain), one, max_depth, max_rows)
             check(tree, one, max_depth, max_rows)
             nonlocal num_branched
             num_branched += tree is not None and not is_chain(tree.parents)
@@ -213,39 +213,40 @@ def chain(one: Request, text: str) -> DraftTree:
 
 def test_forced_grammar_tokens_are_drafted_without_a_drafter() -> None:
     one = started(PERSON)
-    assert spelled(constrain(None, one, 20, 20)) == ["{ grammar", '{" grammar', '{"name grammar', '{"name": grammar', '{"name": " grammar']
-    assert spelled(constrain(None, one, 2, 20)) == ["{ grammar", '{" grammar']
-    assert spelled(constrain(None, one, 20, 3)) == ["{ grammar", '{" grammar']
-    assert constrain(None, one, 0, 20) is None
-    assert constrain(None, one, 20, 1) is None
+    tree = constrain_tree(None, one, 20, 20)
+    assert spelled(tree) == ["{ grammar", '{" grammar', '{"name grammar', '{"name": grammar', '{"name": " grammar']
+    assert spelled(constrain_tree(None, one, 2, 20)) == ["{ grammar", '{" grammar']
+    assert spelled(constrain_tree(None, one, 20, 3)) == ["{ grammar", '{" grammar']
+    assert constrain_tree(None, one, 0, 20) is None
+    assert constrain_tree(None, one, 20, 1) is None
 
 
 def test_constrained_step_without_draft_or_forced_tokens_is_plain() -> None:
-    assert constrain(None, started(PERSON, '{"name": "'), 20, 20) is None
-    assert constrain(DraftTree.root_only(9), started(PERSON, '{"name": "'), 20, 20) is None
+    assert constrain_tree(None, started(PERSON, '{"name": "'), 20, 20) is None
+    assert constrain_tree(DraftTree.root_only(9), started(PERSON, '{"name": "'), 20, 20) is None
 
 
 def test_draft_nodes_the_grammar_forbids_are_dropped_with_descendants() -> None:
     one = started(PERSON, '{"name": "Eve", "age":')
     tree = DraftTree.from_nodes(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
-    assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
+    assert spelled(constrain_tree(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
 def test_forced_grammar_tokens_replace_or_extend_drafts() -> None:
     one = started(PERSON)
-    assert spelled(constrain(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
-    assert spelled(constrain(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']
+    assert spelled(constrain_tree(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
+    assert spelled(constrain_tree(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']
     one = started(PERSON, '{"name": "Adam", "age":')
-    assert spelled(constrain(chain(one, " 55"), one, 9, 9)) == [" 55 ngram", " 55} grammar"]
+    assert spelled(constrain_tree(chain(one, " 55"), one, 9, 9)) == [" 55 ngram", " 55} grammar"]
 
 
 def test_draft_tree_allowed_by_the_grammar_is_unchanged() -> None:
     one = started(PERSON)
     tree = chain(one, '{"name":')
-    assert constrain(tree, one, 4, 5) is tree
+    assert constrain_tree(tree, one, 4, 5) is tree
     free = request(SamplingParams())
-    assert constrain(tree, free, 4, 5) is tree
-    assert constrain(None, free, 4, 5) is None
+    assert constrain_tree(tree, free, 4, 5) is tree
+    assert constrain_tree(None, free, 4, 5) is None
 
 
 def test_sampled_draft_tree_is_not_pruned_by_the_grammar() -> None:
@@ -254,14 +255,14 @@ def test_sampled_draft_tree_is_not_pruned_by_the_grammar() -> None:
     distribution = np.zeros(V)
     distribution[[93, 50]] = 0.5
     tree = DraftTree.from_nodes(one.token_ids[-1], [50], [0], "draft_model", {0: TokenProbs(distribution)})
-    assert constrain(tree, one, 4, 5) is tree
+    assert constrain_tree(tree, one, 4, 5) is tree
 
 
 def test_forced_grammar_tokens_are_accepted_without_a_drafter() -> None:
     params = SamplingParams(max_tokens=60, grammar=PERSON, temperature=1.0)
     plain = generate(Target(3), request(params))
     one = request(params)
-    assert generate(Target(3), one, lambda one: constrain(None, one, 8, 9)) == plain
+    assert generate(Target(3), one, lambda one: constrain_tree(None, one, 8, 9)) == plain
     assert one.stats.num_draft_tokens == one.stats.num_accepted_tokens > 8
     assert one.stats.steps < 0.6 * len(plain)
 
@@ -274,16 +275,16 @@ def test_grammar_error_while_drafting_causes_a_plain_step(monkeypatch: pytest.Mo
         raise RequestError("grammar: too complex", parameter="grammar")
 
     monkeypatch.setattr(GrammarMatcher, "forced_tokens", broken)
-    assert constrain(chain(one, '{"name'), one, 4, 5) is None
-    assert constrain(None, one, 4, 5) is None
+    assert constrain_tree(chain(one, '{"name'), one, 4, 5) is None
+    assert constrain_tree(None, one, 4, 5) is None
 
 
 def test_end_token_is_drafted_only_if_the_grammar_requires_it() -> None:
     end = EOS_IDS[1]
     one = started(Grammar.regex("ab?"), "a")
-    assert constrain(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5) is not None
+    assert constrain_tree(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5) is not None
     one = started(Grammar.regex("ab"), "a")
-    assert spelled(constrain(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5)) == ["b grammar"]
+    assert spelled(constrain_tree(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5)) == ["b grammar"]
 
 
 # Reasoning: the token that ends it at every place of a window.
@@ -313,7 +314,7 @@ def test_grammar_may_start_at_any_position_within_a_draft(temperature: float, sp
                 if done < start or depth < 1:
                     return None
                 tree = DraftTree.chain(one.token_ids[-1], [*plain[done : done + num_right], 17][:depth], "oracle")
-                return constrain(tree, one, depth, depth + 1)
+                return constrain_tree(tree, one, depth, depth + 1)
 
             one = request(params)
             assert generate(target, one, propose) == plain
@@ -330,6 +331,6 @@ def test_end_token_is_not_drafted_before_the_end_of_reasoning() -> None:
 
 def test_forced_grammar_tokens_have_their_own_source_name() -> None:
     """Whoever counts acceptance tells them apart by it."""
-    tree = constrain(None, started(PERSON), 2, 3)
+    tree = constrain_tree(None, started(PERSON), 2, 3)
     assert tree is not None
     assert tree.sources == ("", FORCED_SOURCE, FORCED_SOURCE)

@@ -8,12 +8,12 @@ from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.draft_length.cost import MAX_SLOWDOWN, AdapterUse, BatchShape, CostModel, LinearCost
 
 STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
-ONE = BatchShape(1, 1, is_decoding=True, cached_len=0.0, adapters=AdapterUse.NONE)
-LONG = BatchShape(1, 1, is_decoding=True, cached_len=1000.0, adapters=AdapterUse.NONE)
+ONE = BatchShape(1, 1, is_decoding=True, cached_len=0.0, adapter_use=AdapterUse.NONE)
+LONG = BatchShape(1, 1, is_decoding=True, cached_len=1000.0, adapter_use=AdapterUse.NONE)
 
 
 def with_adapters(use: AdapterUse) -> BatchShape:
-    return BatchShape(1, 1, is_decoding=True, cached_len=0.0, adapters=use)
+    return BatchShape(1, 1, is_decoding=True, cached_len=0.0, adapter_use=use)
 
 
 # LinearCost
@@ -105,7 +105,7 @@ def test_step_times_without_samples_equal_the_profile() -> None:
 
 
 def test_step_times_of_a_batch_keep_the_jumps_of_the_profile() -> None:
-    batch = BatchShape(8, 8, is_decoding=True, cached_len=0.0, adapters=AdapterUse.NONE)
+    batch = BatchShape(8, 8, is_decoding=True, cached_len=0.0, adapter_use=AdapterUse.NONE)
     times = CostModel(STAIRS).step_times(batch, 3)
     assert times == pytest.approx([STAIRS.seconds_at(rows) for rows in (8, 9, 10, 11)], rel=1e-6)
 
@@ -118,7 +118,7 @@ def test_step_times_at_long_contexts_include_reading_the_cache() -> None:
 
 
 def test_step_times_include_host_time_by_request_and_draft_token() -> None:
-    model, two = CostModel(STAIRS), BatchShape(2, 2, is_decoding=True, cached_len=0.0, adapters=AdapterUse.NONE)
+    model, two = CostModel(STAIRS), BatchShape(2, 2, is_decoding=True, cached_len=0.0, adapter_use=AdapterUse.NONE)
     for shape, drafts in [(ONE, 0), (ONE, 4), (two, 0), (two, 6)] * 10:
         host_s = 0.2 * shape.num_sequences + 0.05 * drafts
         model.observe_step_time(shape, drafts, STAIRS.seconds_at(shape.num_rows + drafts), host_s)
@@ -222,7 +222,7 @@ def test_batch_shape_counts_rows_and_cached_rows_beyond_the_profiled_ones() -> N
     shape = BatchShape.from_batch([make_rows(num_cached=1000), make_rows(num_cached=PROFILED_CONTEXT_LEN // 2)])
     assert (shape.num_rows, shape.num_sequences, shape.is_decoding) == (2, 2, True)
     assert shape.cached_len == 1000 - PROFILED_CONTEXT_LEN
-    assert shape.adapters is AdapterUse.NONE
+    assert shape.adapter_use is AdapterUse.NONE
 
 
 def test_batch_shape_with_a_prompt_chunk_is_not_decoding() -> None:
@@ -233,6 +233,6 @@ def test_batch_shape_with_a_prompt_chunk_is_not_decoding() -> None:
 def test_batch_shape_takes_the_costliest_use_of_adapters() -> None:
     plain, some, scaling = (make_rows() for _ in range(3))
     some.request.adapter_number = 1
-    assert BatchShape.from_batch([plain, some]).adapters is AdapterUse.SOME_ROWS
+    assert BatchShape.from_batch([plain, some]).adapter_use is AdapterUse.SOME_ROWS
     scaling.request.adapter_number, scaling.request.has_mixture_pass = 2, True
-    assert BatchShape.from_batch([scaling, plain, some]).adapters is AdapterUse.MIXTURE_PASS
+    assert BatchShape.from_batch([scaling, plain, some]).adapter_use is AdapterUse.MIXTURE_PASS

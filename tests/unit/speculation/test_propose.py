@@ -351,7 +351,7 @@ def test_sampled_draft_is_kept_whatever_other_drafters_propose(policy: FixedDraf
     lookup = Scripted("lookup", chain(*RIGHT, source="lookup", prob=0.99), is_lookup=True)
     drawing, last = Scripted("drawing", drawn(9)), Scripted("last", chain(*RIGHT, source="last", prob=0.99))
     speculator = speculator_of([lookup, drawing, last], policy)
-    policy.plan = lambda batch, drafter, max_rows: None  # type: ignore[method-assign]  # all are called that may be
+    policy.plan_drafts = lambda batch, drafter, max_rows: None  # type: ignore[method-assign]  # all are called that may be
     (rows,) = propose(speculator, make_request([1, 2, 3]))
     assert (source_of(rows), rows.num_draft_tokens) == ("drawing", 1)
     assert (lookup.num_calls, last.num_calls) == (1, 0)

@@ -10,7 +10,7 @@ from paceline.kv_cache.cache import KVCache
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
-from paceline.speculation.propose import reserve
+from paceline.speculation.propose import reserve_rows
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
@@ -69,7 +69,7 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
     cache = make_cache(num_own + num_free)
     rows = make_rows(cache, length, PARENTS)
     assert cache.pool.num_free == num_free
-    (plan,) = reserve([rows], cache)
+    (plan,) = reserve_rows([rows], cache)
     assert paths(rows.tree) == expected
     assert rows.skip_reason is None, "a step with guesses is no plain one"
     assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
@@ -82,14 +82,14 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
 def test_step_without_free_blocks_for_drafts_is_plain() -> None:
     cache = make_cache(1)
     rows = make_rows(cache, BLOCK, PARENTS)
-    reserve([rows], cache)
+    reserve_rows([rows], cache)
     assert (rows.skip_reason, paths(rows.tree), rows.request.stats.num_dropped_tokens) == (SkipReason.NO_MEMORY, [], len(WHOLE))
 
 
 def test_committed_tokens_take_blocks_from_drafts() -> None:
     cache = make_cache(2 + 1)
     first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
-    reserve([first, second], cache)  # the first one wants the free block, and the second one's root needs it, at a border
+    reserve_rows([first, second], cache)  # the first one wants the free block, and the second one's root needs it, at a border
     assert paths(first.tree) == [(50,), (50, 52)], "what its own block has room for"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
     assert first.skip_reason is second.skip_reason is None
@@ -99,7 +99,7 @@ def test_committed_tokens_take_blocks_from_drafts() -> None:
 def test_drafts_of_other_requests_are_dropped_only_as_far_as_needed() -> None:
     cache = make_cache(3 + 2)
     batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0, 0, 0)), make_rows(cache, BLOCK + 1)]
-    reserve(batch, cache)  # one block for the first one's drafts, one for the second's: the last root takes that
+    reserve_rows(batch, cache)  # one block for the first one's drafts, one for the second's: the last root takes that
     assert [len(paths(rows.tree)) for rows in batch] == [3, 2, 0]
     assert [rows.skip_reason for rows in batch] == [None, None, None]
     cache.check()
@@ -110,7 +110,7 @@ def test_drafts_are_kept_if_committed_tokens_do_not_fit() -> None:
     batch = [make_rows(cache, BLOCK + 1), make_rows(cache, BLOCK + 1)]
     before = cache.pool.num_free
     with pytest.raises(CapacityError):
-        reserve(batch, cache)
+        reserve_rows(batch, cache)
     assert cache.pool.num_free == before
     cache.check()
 
@@ -136,7 +136,7 @@ def test_sampled_trees_are_pruned_by_level(
     rows.tree = DraftTree.from_nodes(
         5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)}
     )
-    reserve([rows], cache)
+    reserve_rows([rows], cache)
     assert paths(rows.tree) == expected
     assert rows.tree.draft_sampling is proposal
     assert len(rows.tree.draft_probs) == len({len(path) for path in expected})

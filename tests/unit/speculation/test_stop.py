@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_byte_fallback_tokenizer
-from paceline.engine.text_stop import TextStop
+from paceline.engine.stop_matcher import StopStringMatcher
 from paceline.tokenizer.tokenizer import Tokenizer
 
 SPLIT = "\N{REPLACEMENT CHARACTER}"
@@ -29,14 +29,14 @@ class PieceDetokenizer:
 
 def _feed(pieces, stop, *, include_stop=False):
     """Every piece one token; returns the stop, how many were taken and what was shown after each."""
-    text_stop = TextStop(PieceDetokenizer(pieces), stop, include_stop=include_stop)
+    stop_matcher = StopStringMatcher(PieceDetokenizer(pieces), stop, include_stop=include_stop)
     shown = []
     for token_id in range(len(pieces)):
-        is_stopped = text_stop.push(token_id)
-        shown.append(text_stop.text)
+        is_stopped = stop_matcher.push(token_id)
+        shown.append(stop_matcher.text)
         if is_stopped:
             break
-    return text_stop, shown
+    return stop_matcher, shown
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def _feed(pieces, stop, *, include_stop=False):
         pytest.param(["x", "y" + SPLIT, "z"], ("yz",), "x", "xyz", id="completed by a held-back piece"),
     ],
 )
-def test_text_stop_cuts_the_text_at_the_stop_string(pieces, stop, text, text_with_stop):
+def test_stop_matcher_cuts_the_text_at_the_stop_string(pieces, stop, text, text_with_stop):
     for include_stop, wanted in ((False, text), (True, text_with_stop)):
-        text_stop, _ = _feed(pieces, stop, include_stop=include_stop)
-        assert text_stop.is_stopped
-        assert text_stop.text == text_stop.finish() == wanted
+        stop_matcher, _ = _feed(pieces, stop, include_stop=include_stop)
+        assert stop_matcher.is_stopped
+        assert stop_matcher.text == stop_matcher.finish() == wanted
 
 
 def test_possible_stop_string_is_held_back_until_decided():
@@ -65,17 +65,17 @@ def test_possible_stop_string_is_held_back_until_decided():
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end():
-    text_stop, shown = _feed(["a", "st", "o"], ("stop",))
+    stop_matcher, shown = _feed(["a", "st", "o"], ("stop",))
     assert shown[-1] == "a"
-    assert text_stop.finish() == text_stop.finish() == text_stop.text == "asto"
-    assert not text_stop.is_stopped
+    assert stop_matcher.finish() == stop_matcher.finish() == stop_matcher.text == "asto"
+    assert not stop_matcher.is_stopped
 
 
 def test_held_back_piece_may_complete_a_stop_string_at_the_end():
-    text_stop, _ = _feed(["a", "b" + SPLIT], ())
-    assert (text_stop.text, text_stop.finish()) == ("a", "ab")
-    text_stop, _ = _feed(["a", "sto", "p!" + SPLIT], ("stop",))
-    assert (text_stop.text, text_stop.finish()) == ("a", "a")
+    stop_matcher, _ = _feed(["a", "b" + SPLIT], ())
+    assert (stop_matcher.text, stop_matcher.finish()) == ("a", "ab")
+    stop_matcher, _ = _feed(["a", "sto", "p!" + SPLIT], ("stop",))
+    assert (stop_matcher.text, stop_matcher.finish()) == ("a", "a")
 
 
 def test_text_without_stop_strings_is_shown_at_once():
@@ -90,8 +90,8 @@ def test_streamed_text_is_never_retracted_by_a_stop_string(seed):
         alphabet = ["", "a", "b", "ab", "ba", "aab", "a" + SPLIT, "c"]
         pieces = [alphabet[index] for index in generator.integers(0, len(alphabet), 12)]
         stop = tuple("".join(generator.choice(["a", "b"], generator.integers(2, 5))) for _ in range(generator.integers(0, 3)))
-        text_stop, shown = _feed(pieces, stop)
-        final = text_stop.finish()
+        stop_matcher, shown = _feed(pieces, stop)
+        final = stop_matcher.finish()
         assert all(final.startswith(text) for text in shown)
         detokenizer = PieceDetokenizer(pieces)
         raw = ""
@@ -109,6 +109,6 @@ def test_streamed_text_is_never_retracted_by_a_stop_string(seed):
 def test_stop_string_spelled_in_byte_tokens_ends_at_its_last_byte(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write_byte_fallback_tokenizer(tmp_path))
     ids = tokenizer.encode("a😀😀", add_special_tokens=False)
-    stop = TextStop(tokenizer.detokenizer(), ["😀"], include_stop=False)
+    stop = StopStringMatcher(tokenizer.detokenizer(), ["😀"], include_stop=False)
     assert [stop.push(token_id) for token_id in ids[:-4]] == [False] * (len(ids) - 5) + [True]
     assert stop.text == "a"

@@ -68,7 +68,7 @@ def test_draft_tree_grow_merges_the_children_of_equal_siblings():
 
 @pytest.mark.parametrize("parent", [1, 2, -1])
 def test_draft_tree_node_before_its_parent_is_refused(parent):
-    with pytest.raises(ValueError, match="parents come before their children"):
+    with pytest.raises(ValueError, match="parents must come before their children"):
         DraftTree.from_nodes(0, [5], [parent], "ngram")
 
 

@@ -16,7 +16,7 @@ from paceline.speculation.request_rows import RequestRows
 FORGETTING_FACTOR = 0.96  # each new time sample multiplies the weight of the earlier samples in a fit by this
 STALL_SPEEDUP = 3.0  # a sample this many times faster than expected shows that the machine was stalled during the samples before it
 STALL_FORGETTING_FACTOR = 0.1  # the first sample after a stall of the machine multiplies the weight of earlier samples by this
-MAX_SLOWDOWN = 1.5  # a sample longer than this multiple of the expected time is cut to it: the machine probably stalled
+MAX_SLOWDOWN = 1.5  # samples are limited to this multiple of the expected time, because the machine may have stalled
 MIN_Y_SHARE = 1e-6  # in the fit seconds = a * x + b * y: if sum(y * y) / sum(x * x) is below this, samples do not determine b
 MIN_STEP_S = 1e-7  # lower limit of the predicted seconds of a step without drafts: noise can make a fit predict zero
 PRIOR_SAMPLES = 0.25  # the expected ratio b / a counts as this many samples in a fit
@@ -30,9 +30,9 @@ class LinearCost:
 
     Args:
         ratio: expected b / a. A ridge penalty, with the weight of `PRIOR_SAMPLES` samples at `usual_y`, keeps b near ratio * a until
-            samples with y > 0 arrive. Those move it, but never above its first value: if a disturbance made y look costly, the fit
-            must return to what was expected, because steps with y > 0 have stopped.
-        usual_y: a sample with a larger y is scaled down to it, so that it cannot determine b alone; 0 = no scaling and no penalty.
+            samples with y > 0 arrive. These samples move the ratio, but never above its first value: if a disturbance made y look
+            costly, steps with y > 0 stop, and only the expected ratio can bring them back.
+        usual_y: a sample with a larger y is scaled down to this y, so that no sample determines b alone; 0 = no scaling and no penalty.
     """
 
     __slots__ = ("_max_ratio", "_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
@@ -48,18 +48,18 @@ class LinearCost:
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Add a measured time, with its x and y, to the fit."""
-        keep = FORGETTING_FACTOR
+        decay = FORGETTING_FACTOR
         if self.is_known:
             expected = self.seconds_at(x, y)
             seconds = min(seconds, MAX_SLOWDOWN * expected + 1e-5)
             if STALL_SPEEDUP * seconds < expected:
-                keep = STALL_FORGETTING_FACTOR
+                decay = STALL_FORGETTING_FACTOR
         self.is_known = True
         if 0.0 < self._usual_y < y:
             weight = self._usual_y / y
             x, y, seconds = weight * x, weight * y, weight * seconds
-        self._xx, self._xy, self._yy = keep * self._xx + x * x, keep * self._xy + x * y, keep * self._yy + y * y
-        self._xs, self._ys = keep * self._xs + x * seconds, keep * self._ys + y * seconds
+        self._xx, self._xy, self._yy = decay * self._xx + x * x, decay * self._xy + x * y, decay * self._yy + y * y
+        self._xs, self._ys = decay * self._xs + x * seconds, decay * self._ys + y * seconds
         self._update_fit()
         if y > 0.0 and self._ratio:
             fitted = self.b / self.a if self.a > 0.0 else self._max_ratio
@@ -76,7 +76,7 @@ class LinearCost:
                 self.a, self.b = 0.0, self._ys / self._yy
             elif self.b < 0.0:
                 self.a, self.b = self._xs / self._xx, 0.0
-        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # samples of one ratio y / x do not determine b / a: it is kept
+        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # samples of one ratio y / x do not determine b / a: keep it
             self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
         elif self._ratio:
             self.a = (self._xs + self._ratio * self._ys) / max(1e-30, self._xx + self._ratio * (2.0 * self._xy + self._ratio * self._yy))
@@ -99,25 +99,25 @@ class BatchShape:
 
     num_rows: int  # rows that are not draft tokens
     num_sequences: int
-    is_decoding: bool  # whether each sequence has exactly one such row
-    cached_len: float  # sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`
-    adapters: AdapterUse
+    is_decoding: bool  # whether each sequence has exactly one row that is not a draft token
+    cached_len: float  # cached rows of each sequence beyond `PROFILED_CONTEXT_LEN`, summed over the sequences
+    adapter_use: AdapterUse
 
     @classmethod
     def from_batch(cls, batch: Sequence[RequestRows]) -> "BatchShape":
-        num_rows, cached_len, is_decoding, adapters = 0, 0.0, True, AdapterUse.NONE
+        num_rows, cached_len, is_decoding, adapter_use = 0, 0.0, True, AdapterUse.NONE
         for rows in batch:
             request = rows.request
             num_rows += rows.num_new_tokens
             is_decoding = is_decoding and rows.num_new_tokens == 1 and rows.tree is not None
             cached_len += max(0, request.cached_sequence.committed_len - PROFILED_CONTEXT_LEN)
             if request.adapter_number > 0:
-                adapters = max(adapters, AdapterUse.MIXTURE_PASS if request.has_mixture_pass else AdapterUse.SOME_ROWS)
-        return cls(num_rows, len(batch), is_decoding, cached_len, adapters)
+                adapter_use = max(adapter_use, AdapterUse.MIXTURE_PASS if request.has_mixture_pass else AdapterUse.SOME_ROWS)
+        return cls(num_rows, len(batch), is_decoding, cached_len, adapter_use)
 
 
 class CostModel:
-    """Expected seconds of steps and of drafting, fitted while they run."""
+    """Expected seconds of steps and of drafting, fitted to measured times."""
 
     def __init__(self, profile: ForwardProfile) -> None:
         self.profile = profile
@@ -126,18 +126,18 @@ class CostModel:
         # keys: drafter, num_requests.bit_length(); similar numbers of requests share a fit
         self._draft_costs: dict[tuple[str, int], LinearCost] = {}
         self._num_proposals: dict[str, int] = {}  # for each drafter: number of its `propose` calls
-        self._forward_times: list[float] = []  # [rows] seconds of a forward pass with 0, 1, … rows, as measured at load
+        self._forward_times: list[float] = []  # seconds of a forward pass with 0, 1, … rows, as measured at load
 
-    def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
-        """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, without the time of drafters."""
-        plain_s, correction = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapters)
+    def step_times(self, shape: BatchShape, max_draft_tokens: int) -> list[float]:
+        """Return [max_draft_tokens + 1] seconds of a step with 0, 1, … draft tokens, without the time of drafters."""
+        plain_s, correction = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapter_use)
         fixed_s = max(MIN_STEP_S, correction.a * plain_s + self.host_cost.seconds_at(shape.num_sequences, 0.0))
         row_s = self.host_cost.b + correction.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
-        profile_s = self._forward_times_up_to(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        profile_s = self._forward_times_up_to(shape.num_rows + max_draft_tokens)[shape.num_rows : shape.num_rows + max_draft_tokens + 1]
         return [fixed_s + correction.b * (seconds - profile_s[0]) + row_s * count for count, seconds in enumerate(profile_s)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
-        """Return the expected seconds of a `propose` call for this many requests with drafts of this depth; 0 while they are unknown."""
+        """Return the expected seconds of a `propose` call for this many requests with drafts of this depth; 0 = unknown."""
         return self._draft_cost(drafter, num_requests).seconds_at(1.0, depth)
 
     def draft_token_s(self, drafter: str) -> float:
@@ -154,39 +154,39 @@ class CostModel:
         """Return whether a drafter was timed often enough to use its times."""
         return self._num_proposals.get(drafter, 0) >= MIN_PROPOSALS
 
-    def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
+    def observe_step_time(self, shape: BatchShape, num_draft_tokens: int, forward_s: float, host_s: float) -> None:
         """Add the measured times of a step: its forward pass, and all other work except drafting."""
-        plain_s = self._uncorrected_forward_s(shape, 0)
-        self._profile_correction(shape.adapters).observe(plain_s, self._uncorrected_forward_s(shape, num_drafts) - plain_s, forward_s)
-        self.host_cost.observe(shape.num_sequences, num_drafts, host_s)
+        plain_s, with_drafts_s = self._uncorrected_forward_s(shape, 0), self._uncorrected_forward_s(shape, num_draft_tokens)
+        self._profile_correction(shape.adapter_use).observe(plain_s, with_drafts_s - plain_s, forward_s)
+        self.host_cost.observe(shape.num_sequences, num_draft_tokens, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
         """Return the cost of `propose` calls for about this many requests, or for the nearest number that was timed."""
         if not self.is_draft_cost_known(drafter):
             return LinearCost()
-        lengths = [bit_length for name, bit_length in self._draft_costs if name == drafter]
-        nearest = min(lengths, key=lambda length: abs(length - num_requests.bit_length()), default=0)
+        timed_lengths = [bit_length for name, bit_length in self._draft_costs if name == drafter]
+        nearest = min(timed_lengths, key=lambda length: abs(length - num_requests.bit_length()), default=0)
         return self._draft_costs.get((drafter, nearest), LinearCost())
 
-    def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
-        """Return the correction of profiled forward times for passes that use adapters in this way.
+    def _profile_correction(self, adapter_use: AdapterUse) -> LinearCost:
+        """Return the fitted factors of profiled forward times, for passes that use adapters in this way.
 
-        Before the first such pass it is that of passes without adapters.
+        Before the first such pass, the correction is that of passes without adapters.
         """
-        correction = self._corrections.get(adapters)
+        correction = self._corrections.get(adapter_use)
         if correction is None:
-            plain = self._corrections.get(AdapterUse.NONE)
-            a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
-            factor = 2.0 if adapters is AdapterUse.MIXTURE_PASS else 1.0
+            without_adapters = self._corrections.get(AdapterUse.NONE)
+            a, b = (1.0, 1.0) if without_adapters is None else (without_adapters.a, without_adapters.b)
+            num_passes = 2.0 if adapter_use is AdapterUse.MIXTURE_PASS else 1.0
             one_row_s = self.profile.seconds_at(1)
             four_more_s = max(1e-6, self.profile.seconds_at(5) - one_row_s)
-            correction = self._corrections[adapters] = LinearCost(ratio=1.0, usual_y=four_more_s)
-            correction.observe(one_row_s, four_more_s, factor * (a * one_row_s + b * four_more_s))
+            correction = self._corrections[adapter_use] = LinearCost(ratio=1.0, usual_y=four_more_s)
+            correction.observe(one_row_s, four_more_s, num_passes * (a * one_row_s + b * four_more_s))
         return correction
 
-    def _uncorrected_forward_s(self, shape: BatchShape, num_drafts: int) -> float:
-        """Return the seconds of a forward pass by the profile alone."""
-        num_rows = shape.num_rows + num_drafts
+    def _uncorrected_forward_s(self, shape: BatchShape, num_draft_tokens: int) -> float:
+        """Return the seconds of a forward pass according to the profile, without fitted factors."""
+        num_rows = shape.num_rows + num_draft_tokens
         cache_read_s = self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
         return self._forward_times_up_to(num_rows)[num_rows] + cache_read_s
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.stats import SkipReason, StepRecord
 
-_SHOWN_ROWS = (1, 2, 3, 5, 9, 17)
-_SHOWN_DEPTHS = 8
+_SHOWN_ROW_COUNTS = (1, 2, 3, 5, 9, 17)
+_MAX_SHOWN_DEPTH = 8
 
 
 def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
@@ -16,18 +16,18 @@ def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
     by_count: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
         by_count[len(step.draft_token_ids)].append(step)
-    for count, drafted in sorted(by_count.items()):
+    for count, same_count in sorted(by_count.items()):
         if count:
-            expected, speedup = _mean(step.expected_tokens for step in drafted), _mean(step.expected_speedup for step in drafted)
-            emitted = sum(len(step.token_ids) for step in drafted) / len(drafted)
-            lines.append(f"{count:12}  {len(drafted):5}  {expected:>15}  {emitted:14.2f}  {speedup:>16}")
+            expected, speedup = _mean(step.expected_tokens for step in same_count), _mean(step.expected_speedup for step in same_count)
+            emitted = sum(len(step.token_ids) for step in same_count) / len(same_count)
+            lines.append(f"{count:12}  {len(same_count):5}  {expected:>15}  {emitted:14.2f}  {speedup:>16}")
     reasons = Counter(step.skip_reason for step in steps if step.skip_reason is not None)
     for reason, number in reasons.most_common():
-        note = ""
+        suffix = ""
         if reason is SkipReason.UNPROFITABLE:
             speedup = _mean(step.expected_speedup for step in steps if step.skip_reason is reason)
-            note = f" (expected speedup of the best draft: {speedup})"
-        lines.append(f"{'plain':>12}  {number:5}  {reason.description}{note}")
+            suffix = f" (expected speedup of the best draft: {speedup})"
+        lines.append(f"{'plain':>12}  {number:5}  {reason.description}{suffix}")
     return lines
 
 
@@ -37,7 +37,7 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
         return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
     profile, host_cost = policy.cost.profile, policy.cost.host_cost
     shown = ", ".join(
-        f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.max_rows
+        f"{rows} row{'s' * (rows > 1)} {1e3 * profile.seconds_at(rows):.2f} ms" for rows in _SHOWN_ROW_COUNTS if rows <= policy.max_rows
     )
     lines = [f"profiled at load: a pass of {shown}"]
     lines.append(
@@ -47,9 +47,9 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
         if rates.num_observed:
             one_s, four_s = (1e3 * policy.cost.draft_s(name, 1, count) for count in (1, 4))
             time = f"1 token {one_s:.2f} ms, 4 tokens {four_s:.2f} ms" if policy.cost.is_draft_cost_known(name) else "not timed yet"
-            rates_by_depth = " ".join(f"{rate:.2f}" for rate in rates.rates_by_depth(min(_SHOWN_DEPTHS, policy.num_speculative_tokens)))
-            kind = "temperature 0" if is_greedy else "temperatures above 0"
-            lines.append(f"{name}: {time}; acceptance rate by depth at {kind}: {rates_by_depth}")
+            rates_by_depth = " ".join(f"{rate:.2f}" for rate in rates.rates_by_depth(min(_MAX_SHOWN_DEPTH, policy.num_speculative_tokens)))
+            temperature = "temperature 0" if is_greedy else "temperatures above 0"
+            lines.append(f"{name}: {time}; acceptance rate by depth at {temperature}: {rates_by_depth}")
     return lines
 
 
