@@ -8,6 +8,7 @@ On the CPU, the operating system allocates the memory of a block when a row is f
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
@@ -84,12 +85,15 @@ def plan_cache(
     context_len = config.max_model_len or model.max_positions
     cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_kv_sets)
     blocks_per_context = blocks_for(context_len, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
-    max_bytes = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(blocks_per_context))
+    max_bytes = (
+        round(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(blocks_per_context))
+    )
     checkpoints, max_num_seqs, state_bytes = _plan_recurrent_states(model, config, max_bytes)
     kv_bytes, block_bytes = max_bytes - state_bytes, cache_bytes(1)
-    if kv_bytes < block_bytes:
+    if kv_bytes < block_bytes:  # of a larger cache, recurrent states take up to 5/8
         raise CapacityError(
-            f"{kv_bytes / 1e9:.2g} GB are too few for a cache block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
+            f"{kv_bytes / 1e9:.3g} GB are too few for a cache block of {block_bytes} bytes: "
+            f"set kv_cache_gb to at least {_gb_at_least(state_bytes + (3 if state_bytes else 1) * block_bytes)}"
         )
     if config.kv_cache_gb is None:
         max_blocks = _default_blocks(context_len, config.max_num_seqs)
@@ -99,13 +103,18 @@ def plan_cache(
     num_cache_tokens = num_blocks * BLOCK_SIZE
     if num_cache_tokens < context_len and config.max_model_len is not None:
         raise CapacityError(
-            f"a context of {context_len} tokens needs {cache_bytes(blocks_per_context) / 1e9:.2g} GB of cache, "
-            f"only {cache_bytes(num_blocks) / 1e9:.2g} GB are available: lower max_model_len or raise kv_cache_gb"
+            f"a context of {context_len} tokens needs {_gb_at_least(cache_bytes(blocks_per_context))} GB of cache, "
+            f"only {cache_bytes(num_blocks) / 1e9:.3g} GB are available: lower max_model_len or raise kv_cache_gb"
         )
     warnings = _capacity_warnings(context_len, num_cache_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
     advice, notice = _too_long_advice(model, context_len), "; ".join(warnings) or None
     return CachePlan(num_blocks, context_len, advice, num_bytes, notice, checkpoints, max_num_seqs)
+
+
+def _gb_at_least(num_bytes: int) -> str:
+    """Return a size in GB with three digits, rounded up so that a user who sets it has enough."""
+    return f"{Context(prec=3, rounding=ROUND_CEILING).create_decimal(num_bytes).scaleb(-9):f}"
 
 
 def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
@@ -155,8 +164,7 @@ def _plan_recurrent_states(model: ModelConfig, config: EngineConfig, num_bytes: 
     min_bytes = state_bytes + request_bytes  # a prefill chunk writes its final state to new memory
     if min_bytes > num_bytes:
         raise CapacityError(
-            f"the state of recurrent layers takes {min_bytes / 1e9:.2g} GB for one request, "
-            f"but the cache has only {num_bytes / 1e9:.2g} GB: raise kv_cache_gb"
+            f"{num_bytes / 1e9:.3g} GB are too few for the state of recurrent layers: set kv_cache_gb to at least {_gb_at_least(min_bytes)}"
         )
     num_running = min(config.max_num_seqs, max(1, (num_bytes // 2 - state_bytes) // request_bytes))
     running_bytes = state_bytes + num_running * request_bytes

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.model_configs import make_config, map_attention
+from harness.recurrent_networks import MIXERS, recurrent_config
 from paceline.config import EngineConfig
 from paceline.engine import memory
 from paceline.engine.memory import CachePlan, plan_cache
@@ -14,6 +15,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 
 FULL = make_config(num_layers=2, max_positions=100_000)
 SLIDING = map_attention(FULL, window=64)
+HYBRID = recurrent_config(next(iter(MIXERS.values())), None)
 
 
 LIMITS = PassLimits(max_sequences=2, max_rows=64)
@@ -31,9 +33,14 @@ def test_sliding_window_memory_is_counted_for_running_requests_only():
     assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
-def test_kv_cache_too_small_for_one_block_is_refused():
-    with pytest.raises(CapacityError, match="too few for a cache block"):
-        plan_of(SLIDING, 1e-6)
+@pytest.mark.parametrize("model", [FULL, SLIDING, HYBRID], ids=["full", "sliding", "hybrid"])
+def test_kv_cache_too_small_names_a_size_that_works(model):
+    size = 1e-6
+    for _ in range(1 + bool(model.recurrent_layers)):  # one error for the states, one for a block
+        with pytest.raises(CapacityError, match="set kv_cache_gb to at least") as refused:
+            plan_of(model, size)
+        size = float(str(refused.value).split()[-1])
+    assert plan_of(model, size).num_blocks >= 1
 
 
 # Without kv_cache_gb
