@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
 from paceline.sampling.defaults import SamplingDefaults
-from paceline.sampling.params import SAMPLING_NAMES
+from paceline.sampling.params import SAMPLING_PARAM_NAMES
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps
 from paceline.speculation.drafter import Drafter, DrafterNeeds
 from paceline.spelling import suggest_arguments, unknown_method
@@ -91,7 +91,7 @@ class LLM(metaclass=_AttributeHints):
         CapacityError, IncompatibleDrafterError, BackendUnavailableError: see `paceline.errors`.
     """
 
-    @suggest_arguments("LLM", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("LLM", sampling_names=SAMPLING_PARAM_NAMES)
     def __init__(
         self,
         model: str = "mini",
@@ -222,7 +222,7 @@ class LLM(metaclass=_AttributeHints):
         """Return the counters of all requests so far."""
         return self.engine.stats
 
-    @suggest_arguments("generate", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("generate", sampling_names=SAMPLING_PARAM_NAMES)
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[RequestOutput]:
@@ -249,7 +249,7 @@ class LLM(metaclass=_AttributeHints):
     @overload
     def chat(self, messages: Sequence[Messages], sampling_params: Params = None, **options: Unpack[ChatOptions]) -> list[RequestOutput]: ...
 
-    @suggest_arguments("chat", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("chat", sampling_names=SAMPLING_PARAM_NAMES)
     def chat(
         self, messages: Messages | Sequence[Messages], sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput | list[RequestOutput]:
@@ -300,7 +300,7 @@ class LLM(metaclass=_AttributeHints):
         prompt, _ = split_chat_options(options)
         return self._input_processor.chat_token_ids(messages, **prompt)
 
-    @suggest_arguments("stream", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("stream", sampling_names=SAMPLING_PARAM_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:
         """Complete one prompt and yield each new chunk; the last chunk of each sample contains its whole output.
 
@@ -308,7 +308,7 @@ class LLM(metaclass=_AttributeHints):
         """
         return self._stream_request(self._input_processor.prompt_ids(prompt), sampling_params, options)
 
-    @suggest_arguments("stream_chat", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("stream_chat", sampling_names=SAMPLING_PARAM_NAMES)
     def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> Iterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer."""
         prompt, request = split_chat_options(options)

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.sampling.grammars.json_schema import enforceable_schema
-from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items
+from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items_schema
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MIN_COMPILED = {"draft4": 0.84, "draft6": 0.8, "draft7": 0.78, "draft2019-09": 0.72, "draft2020-12": 0.69}
@@ -37,7 +37,7 @@ class Case:
         matcher = self._matcher.deep_copy()
         if matcher.try_consume_tokens(list(text)) < len(text) or not matcher.is_accepting():
             return False
-        arrays = unique_items(self.schema)
+        arrays = unique_items_schema(self.schema)
         if arrays is None:
             return True
         state = UniqueItemsState(arrays)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
 from clients.run_foreign import run_foreign
-from paceline.tokenizer.byte_level import SPLITS
+from paceline.tokenizer.byte_level import SPLIT_RULES
 from paceline.tokenizer.tokenizer import Tokenizer
 
 PARTS = (
@@ -60,7 +60,7 @@ def test_ids_of_every_way_to_split_text_equal_those_of_llama_cpp(clients: Path, 
     rng = random.Random(seed)
     values, samples = vocabulary(rng), texts(rng, 400)
     samples += [text for text in texts(rng, 4000) if text.isascii()]
-    paths = [tmp_path / f"{name}.gguf" for name in SPLITS if name not in INEXACT]
+    paths = [tmp_path / f"{name}.gguf" for name in SPLIT_RULES if name not in INEXACT]
     for path in paths:
         write_vocabulary(path, {**values, "tokenizer.ggml.pre": path.stem})
     (tmp_path / "texts.json").write_text(json.dumps(samples), encoding="utf-8")

@@ -60,7 +60,7 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def logits_beside(network: Network, adapter: Adapter, ids: Sequence[int]) -> FloatArray:
     """Logits of all rows of a text, with an unmerged adapter."""
     number, cache = network.load_adapter(adapter), network.new_cache(8)
-    plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
     return network.forward(*assemble_pass([plan], [ids], [range(len(ids))], [number])).logits.copy()
 
 

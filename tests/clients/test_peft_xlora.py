@@ -49,7 +49,7 @@ def test_x_lora_logits_and_tokens_equal_those_of_peft(written: Path, model: str)
         cache = network.new_cache(4)
         network.enable_xlora(cache)
         number = network.load_adapter(read_any_adapter(directory, name=name, config=config))
-        plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
+        plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
         logits = network.forward(*assemble_pass([plan], [ids], [range(len(ids))], [number])).logits
         assert difference(logits, expected["logits"]) <= BOUND, name
         params = SamplingParams(max_tokens=len(expected["generated"]), ignore_eos=True)

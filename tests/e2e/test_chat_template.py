@@ -17,7 +17,7 @@ import pytest
 from paceline import isolated
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
 from paceline.tokenizer import chat_template
-from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, max_rendered_chars
+from paceline.tokenizer.chat_template import MAX_MEMORY_BYTES, ChatTemplate, max_rendered_chars
 
 PLAIN = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}model: {% endif %}"
@@ -64,7 +64,7 @@ NAMED_LIMITS = {
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else []) for name in HOSTILE])
@@ -80,10 +80,10 @@ def test_hostile_chat_template_fails_in_bounded_time_and_memory(name: str) -> No
 
 
 def test_invalid_chat_template_is_a_checkpoint_error() -> None:
-    ChatTemplate(PLAIN, {}).check()
+    ChatTemplate(PLAIN, {}).check_compiles()
     for name in ("no template", "depth"):
         with pytest.raises(CheckpointError, match="chat template cannot be compiled"):
-            ChatTemplate(HOSTILE[name], {}).check()
+            ChatTemplate(HOSTILE[name], {}).check_compiles()
 
 
 def test_chat_template_output_limit_grows_with_messages_and_context() -> None:
@@ -112,7 +112,7 @@ def test_chat_template_renders_again_after_a_failed_conversation() -> None:
 
 def test_killed_chat_template_process_fails_one_conversation() -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + HOSTILE["endless loops"] + "{% endif %}", {})
-    template.check()
+    template.check_compiles()
     killer = threading.Timer(0.2, os.kill, (pid_of(template), signal.SIGKILL))
     killer.start()
     with pytest.raises(RequestError, match="its process ended with code -9"):
@@ -138,7 +138,7 @@ def test_chat_template_process_ends_with_the_parent_process() -> None:
 import os, sys
 from paceline.tokenizer.chat_template import ChatTemplate
 template = ChatTemplate({PLAIN!r}, {{"bos_token": ""}})
-template.check()
+template.check_compiles()
 print(template.isolated.pid, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), 9)
@@ -175,7 +175,7 @@ def test_chat_template_rendered_by_threads_gives_each_its_own_text() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_process_starts_its_own_chat_template_process() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
-    template.check()
+    template.check_compiles()
     pid = pid_of(template)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -200,10 +200,10 @@ def test_forked_process_starts_its_own_chat_template_process() -> None:
 
 def test_chat_template_process_cannot_write_files_and_has_a_memory_limit() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
-    template.check()
+    template.check_compiles()
     limits = Path(f"/proc/{pid_of(template)}/limits").read_text()
     rows = {line[:26].strip(): line[26:].split()[:2] for line in limits.splitlines()}
-    assert rows["Max address space"] == [str(MEMORY_BYTES)] * 2
+    assert rows["Max address space"] == [str(MAX_MEMORY_BYTES)] * 2
     assert rows["Max file size"] == rows["Max core file size"] == ["0", "0"]
 
 

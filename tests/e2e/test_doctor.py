@@ -533,7 +533,7 @@ def test_doctor_compares_large_vocabularies_within_two_seconds(tmp_path: Path, s
     pair = found.drafters[0].pair
     assert pair is not None
     assert pair.vocabulary is not None
-    assert pair.vocabulary.shared_pieces == 0.5
+    assert pair.vocabulary.shared_piece_share == 0.5
 
 
 # With loading

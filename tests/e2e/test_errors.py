@@ -59,7 +59,7 @@ def open_llm(directory: Path | str, **options: Any) -> LLM:
 
 
 def assert_usable(llm: LLM) -> None:
-    llm.engine.cache.check()
+    llm.engine.cache.check_consistency()
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
     outputs = [llm.generate([5, 6, 7], GREEDY)[0].token_ids for _ in range(2)]
     assert outputs[0] == outputs[1]
@@ -314,7 +314,7 @@ def test_damaged_draft_model_causes_plain_steps(
     assert [output.token_ids for output in outputs] == plain
     assert all(output.speculation.skip_counts[SkipReason.DRAFTER_FAILED] == 10 for output in outputs)
     drafts = llm.drafter.cache  # type: ignore[union-attr]
-    drafts.check()
+    drafts.check_consistency()
     assert drafts.pool.num_free == drafts.pool.num_blocks
 
 

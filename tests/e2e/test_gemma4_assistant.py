@@ -62,7 +62,7 @@ def test_gemma4_assistant_of_a_moe_target_changes_no_token(tmp_path: Path, shape
         check_drafting(drafting, plain, params, PROMPTS)
         assert [drafting.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == ids_of(plain.generate(PROMPTS, params))
     assert drafting.numerics == "exact"
-    drafting.engine.cache.check()
+    drafting.engine.cache.check_consistency()
 
 
 def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
     cache = runtime.new_cache(16)
     for token_ids, drafted in seen[::7]:
         sequence, behind = cache.new_sequence(), len(token_ids) - 1
-        output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
+        output = runtime.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
         cache.keep_path(sequence, behind - 1)
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
         for _ in drafted:
@@ -95,7 +95,7 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
             token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
             expected.append(token)
         assert drafted == expected, len(token_ids)
-        cache.release(sequence)
+        cache.release_sequence(sequence)
     assert len(seen) > 100
 
 

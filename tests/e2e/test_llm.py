@@ -45,7 +45,7 @@ def llm(shared_llm: LLM) -> LLM:
 
 
 def assert_clean(llm: LLM) -> None:
-    llm.engine.cache.check()
+    llm.engine.cache.check_consistency()
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
 
 

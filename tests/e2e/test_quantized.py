@@ -61,7 +61,7 @@ def test_requantize_equals_loading_with_that_quantization(open_llm: Open) -> Non
     for quantization, expected in (("int4", int4), ("none", stored), ("int4", int4)):
         llm.requantize(quantization)
         assert ids(llm, SAMPLED) == expected
-        llm.engine.cache.check()
+        llm.engine.cache.check_consistency()
         assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
     assert llm.runtime is not old_runtime
     assert llm.engine.cache is not old_cache

@@ -24,8 +24,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recurrent_state_records_of_long_prompts_are_bounded(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, real = [], RecurrentStateCache._take_records
-    monkeypatch.setattr(RecurrentStateCache, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
+    counts, real = [], RecurrentStateCache._allocate_records
+    monkeypatch.setattr(
+        RecurrentStateCache, "_allocate_records", lambda memory, text, count: counts.append(count) or real(memory, text, count)
+    )
     llm = LLM(str(hybrid), drafter=str(hybrid), num_speculative_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
     llm.engine.speculator.policy = FixedDraftLength(4)  # it always drafts
     counts.clear()

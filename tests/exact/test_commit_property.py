@@ -139,8 +139,8 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     assert request.cached_sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
     output = input_processor.make_output(request, numerics="exact", drafter="none")
-    cache.release(request.cached_sequence)
-    cache.check()
+    cache.release_sequence(request.cached_sequence)
+    cache.check_consistency()
     return Ran(request, output, streamed + input_processor.make_chunk(request, seen, None).text, num_blocks)
 
 
@@ -332,7 +332,7 @@ def check_stop_strings_once_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_min_tokens_without_the_draft_path(patch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.edit
+    real = LogitsProcessor.edit_logits
 
     def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
         num_uncounted = len(path) if self._min_tokens else 0
@@ -342,7 +342,7 @@ def count_min_tokens_without_the_draft_path(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.num_output_tokens += num_uncounted
 
-    patch.setattr(LogitsProcessor, "edit", count)
+    patch.setattr(LogitsProcessor, "edit_logits", count)
 
 
 def check_max_tokens_once_a_step(patch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,8 @@ def run(
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
     output = input_processor.make_output(request, numerics="exact", drafter="none")
-    cache.release(request.cached_sequence)
-    cache.check()
+    cache.release_sequence(request.cached_sequence)
+    cache.check_consistency()
     stats = request.stats
     assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == request.num_output_tokens
     error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"

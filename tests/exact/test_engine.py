@@ -115,9 +115,9 @@ def test_every_request_of_a_batch_equals_the_request_alone(
                 tally["token ids equal through the engine"] += traffic.num_compared
                 assert traffic.num_ended == sum(len(job.answers) for job in jobs)
                 assert traffic.num_compared == sum(job.num_tokens for job in jobs)
-                if llm.stats().num_preemptions and (llm.engine.cache.stats.evicted_blocks or not enable_prefix_caching):
+                if llm.stats().num_preemptions and (llm.engine.cache.prefix_stats.evicted_blocks or not enable_prefix_caching):
                     break
-            stats, hits = llm.stats(), llm.engine.cache.stats
+            stats, hits = llm.stats(), llm.engine.cache.prefix_stats
             assert stats.num_preemptions > 0
             assert stats.num_failed == stats.num_aborted == 0
             assert stats.speculation.num_draft_tokens > 0 or kind == "none" or (kind == "ngram" and not large_counts)
@@ -181,7 +181,7 @@ def test_random_engine_events_leak_no_block_and_change_no_token(
                 patch.setattr(llm.runtime, "forward", interrupted(llm.runtime.forward, is_behind_pass=is_behind_pass))
                 engine.step()
                 continue  # there was no pass: the running request was preempted
-            assert not any(request.error or request.cached_sequence.plan for request in traffic.live)
+            assert not any(request.error or request.cached_sequence.row_plan for request in traffic.live)
         elif event == "step":
             oldest = running[0] if running else None
             arrived = list(traffic.live)
@@ -335,7 +335,7 @@ def evict_owned_blocks(patch: pytest.MonkeyPatch) -> None:
         for block in blocks:
             self._owners[block] += 1
 
-    patch.setattr(BlockPool, "share", share)
+    patch.setattr(BlockPool, "add_owner", share)
     patch.setattr(BlockPool, "allocate", allocate)
 
 

@@ -111,7 +111,7 @@ def test_finished_json_output_validates_and_cut_output_is_a_prefix(reference: Re
         else:
             assert len(output.token_ids) == MAX_TOKENS
         assert case.params.grammar is not None
-        assert compiler.matcher(case.params.grammar).is_allowed(output.token_ids)
+        assert compiler.new_matcher(case.params.grammar).is_allowed(output.token_ids)
     assert num_finished >= 0.9 * len(reference.cases)
 
 

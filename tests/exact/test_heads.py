@@ -89,7 +89,7 @@ class Given:
             assert output.token_ids == answer.token_ids, told
             assert output.speculation.num_emitted_tokens == len(output.token_ids), told
             assert output.finish_reason == answer.finish_reason, told
-        llm.engine.cache.check()
+        llm.engine.cache.check_consistency()
         return sum(len(answer.token_ids) for answer in expected)
 
 

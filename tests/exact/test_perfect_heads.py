@@ -119,7 +119,7 @@ class Scene:
         expected = [answer.token_ids for text in texts for answer in self._solo.answer(text, params)]
         assert [output.token_ids for output in outputs] == expected
         self.num_compared += sum(map(len, expected))
-        self.llm.engine.cache.check()
+        self.llm.engine.cache.check_consistency()
         return outputs
 
 

@@ -119,13 +119,13 @@ def take_the_bonus_token_from_the_parents_row(patch: pytest.MonkeyPatch) -> None
 
 
 def keep_all_but_the_last_row_of_a_path(patch: pytest.MonkeyPatch) -> None:
-    real = RowPlan.commit
+    real = RowPlan.committed_path
 
     def commit(plan: RowPlan, node: int) -> Any:
         kept = real(plan, node)
         return kept._replace(moves=kept.moves[:-1])
 
-    patch.setattr(RowPlan, "commit", commit)
+    patch.setattr(RowPlan, "committed_path", commit)
 
 
 def go_on_behind_the_wrong_block_of_a_hit(patch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ class Room:
         self._request, self._other = (SCENES["tree over few ids"].request(0) for _ in range(2))
         self._num_others = num_others
         self._request.cached_sequence, self._other.cached_sequence = self._cache.new_sequence(), self._cache.new_sequence()
-        self._cache.reserve(self._request.cached_sequence, range(-1, committed_len - 1))
+        self._cache.reserve_rows(self._request.cached_sequence, range(-1, committed_len - 1))
         self._cache.keep_path(self._request.cached_sequence, committed_len - 1)
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -232,9 +232,9 @@ class Room:
         if self._num_others:
             batch.append(RequestRows(self._other, self._num_others, None))
         reserve_rows(batch, self._cache)
-        self._cache.check()
+        self._cache.check_consistency()
         for rows in batch:
-            self._cache.cancel(rows.request.cached_sequence)
+            self._cache.drop_reserved_rows(rows.request.cached_sequence)
         assert batch[0].tree is not None
         batch[0].tree.check()
         return batch[0].tree

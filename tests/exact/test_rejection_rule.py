@@ -151,13 +151,13 @@ def test_fault_of_a_wrong_residual_after_a_second_draw_is_found(name, seed, monk
     def judged(without: Callable[[TokenProbs, int], TokenProbs]) -> Callable[..., DraftTree]:
         def draw_then_break(*arguments: Any) -> DraftTree:
             with monkeypatch.context() as honest:
-                honest.setattr(TokenProbs, "without", right)
+                honest.setattr(TokenProbs, "without_token", right)
                 return really_draw(*arguments)
 
-        monkeypatch.setattr(TokenProbs, "without", without)
+        monkeypatch.setattr(TokenProbs, "without_token", without)
         return draw_then_break
 
-    right = TokenProbs.without
+    right = TokenProbs.without_token
     not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.probs))  # noqa: E731
     for wrong in (not_renormalised, lambda probs, token: probs):
         monkeypatch.setattr(enumerated_distributions, "draw_tree", judged(wrong))

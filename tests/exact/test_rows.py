@@ -50,7 +50,7 @@ def open_target(directory: Path, dtype: str, collect_layers: Sequence[int] = ())
 
 def run(runtime: Network, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
     """One pass over the work and the logits of all nodes of each."""
-    plans = [cache.reserve(sequence, parents) for sequence, parents, _ in work]
+    plans = [cache.reserve_rows(sequence, parents) for sequence, parents, _ in work]
     output = runtime.forward(*assemble_pass(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
     bounds = np.cumsum([0, *(len(parents) for _, parents, _ in work)])
     return [output.logits[start:end].copy() for start, end in pairwise(bounds)]
@@ -62,7 +62,7 @@ def decode_alone(runtime: Network, cache: KVCache, token_ids: Sequence[int]) -> 
     for token in token_ids:
         rows.append(run(runtime, cache, [(sequence, range(-1, 0), [token])])[0][0])
         cache.keep_path(sequence, 0)
-    cache.release(sequence)
+    cache.release_sequence(sequence)
     return rows
 
 
@@ -93,8 +93,8 @@ def mixed_passes(subject: Subject, random: np.random.Generator) -> Iterator[tupl
             cache.keep_path(sequence, len(parents) - 1)
         yield sum(map(len, logits)), differing
     for sequence in sequences:
-        cache.release(sequence)
-    cache.check()
+        cache.release_sequence(sequence)
+    cache.check_consistency()
 
 
 def compare_mixes(subject: Subject, seed: int, repeats: int) -> tuple[int, int]:
@@ -128,8 +128,8 @@ def compare_trees(subject: Subject, seed: int, num_trees: int) -> tuple[int, int
             kept = int(random.integers(0, size))
             cache.keep_path(sequence, kept)
             prefix = [*base, *(tokens[step] for step in path_to(parents, kept))]
-        cache.release(sequence)
-    cache.check()
+        cache.release_sequence(sequence)
+    cache.check_consistency()
     return rows, differing
 
 
@@ -141,7 +141,7 @@ def solo_row(subject: Subject, prefix: Sequence[int], path: Sequence[int]) -> Fl
     for token in path:
         row = run(subject.runtime, subject.cache, [(sequence, range(-1, 0), [token])])[0][0]
         subject.cache.keep_path(sequence, 0)
-    subject.cache.release(sequence)
+    subject.cache.release_sequence(sequence)
     return row
 
 
@@ -198,8 +198,8 @@ def ignore_tree_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_row_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    real = RowPlan.commit
-    patch.setattr(RowPlan, "commit", lambda plan, node: real(plan, max(0, plan.parents[node])))
+    real = RowPlan.committed_path
+    patch.setattr(RowPlan, "committed_path", lambda plan, node: real(plan, max(0, plan.parents[node])))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def compare(llm: LLM, given: Given, samplings: Sequence[str]) -> int:
             assert output.token_ids == expected, f"{name}, prompt {index}: {output.speculation.as_dict()}"
             assert output.speculation.num_emitted_tokens == len(expected) == output.usage.completion_tokens
             count += len(expected)
-        llm.engine.cache.check()
+        llm.engine.cache.check_consistency()
         assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
     return count
 
@@ -235,9 +235,9 @@ def margin(llm: LLM, context: list[int], one: int, other: int) -> float:
 
     cache = llm.engine.cache
     sequence = cache.new_sequence()
-    plan = cache.reserve(sequence, range(-1, len(context) - 1))
+    plan = cache.reserve_rows(sequence, range(-1, len(context) - 1))
     row = llm.runtime.forward(*assemble_pass([plan], [context], [[len(context) - 1]])).logits[0]
-    cache.release(sequence)
+    cache.release_sequence(sequence)
     return abs(float(row[one] - row[other]))
 
 
@@ -263,13 +263,13 @@ def test_token_comparison_passes_without_a_fault(faulty: Faulty) -> None:
 
 
 def keep_a_sibling_path(patch: pytest.MonkeyPatch) -> None:
-    real = RowPlan.commit
+    real = RowPlan.committed_path
 
     def sibling_path(plan: RowPlan, node: int) -> object:
         as_deep = [other for other in range(len(plan.parents)) if len(path_to(plan.parents, other)) == len(path_to(plan.parents, node))]
         return real(plan, as_deep[-1] if as_deep[0] == node else as_deep[0])
 
-    patch.setattr(RowPlan, "commit", sibling_path)
+    patch.setattr(RowPlan, "committed_path", sibling_path)
 
 
 def keep_a_rejected_draft_in_history(patch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,9 @@ def test_draft_models_with_other_vocabularies_change_no_token(
             assert "the drafter failed" not in str(output.speculation.as_dict()["skip_counts"])
             tally["token ids compared with plain decoding, drafts of another vocabulary"] += len(output.token_ids)
     assert accepted > 0
-    llm.engine.cache.check()
+    llm.engine.cache.check_consistency()
     drafter_cache = getattr(llm.drafter, "model", llm.drafter).cache  # type: ignore[union-attr]
-    drafter_cache.check()
+    drafter_cache.check_consistency()
     assert drafter_cache.pool.num_free == drafter_cache.pool.num_blocks
 
 

@@ -84,7 +84,7 @@ class AssistantKind(Kind):
         runtime = load_runtime(self.model, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).runtime
         cache, token_ids = runtime.new_cache(4), [5, 6, 7, 8, 9]
         sequence = cache.new_sequence()
-        output = runtime.forward(*assemble_pass([cache.reserve(sequence, range(-1, 4))], [token_ids], [[4]]))
+        output = runtime.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, 4))], [token_ids], [[4]]))
         cache.keep_path(sequence, 4)
         nodes = [TreeLevelInput((10,), output.hidden_states[-1:].copy(), sequence)]
         found = AssistantNetwork(assistant, runtime, max_model_len=64).forward(nodes, None, None)

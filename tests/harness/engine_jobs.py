@@ -116,7 +116,7 @@ class Solo:
     def samplings(self) -> list[str]:
         """Return the `SAMPLINGS` that the target supports: not every tokenizer supports grammars."""
         try:
-            self.llm._input_processor.grammar_compiler.matcher(SAMPLINGS["grammar"]["grammar"], [1])
+            self.llm._input_processor.grammar_compiler.new_matcher(SAMPLINGS["grammar"]["grammar"], [1])
         except (BackendUnavailableError, RequestError):
             return [name for name in SAMPLINGS if name != "grammar"]
         return list(SAMPLINGS)

@@ -46,14 +46,14 @@ def run_to_end(llm: LLM) -> None:
         if not llm.engine.has_work:
             return
         llm.engine.step()
-        llm.engine.cache.check()
+        llm.engine.cache.check_consistency()
     raise AssertionError("the engine does not come to an end")
 
 
 def assert_clean(llm: LLM) -> None:
     """Check that no blocks are in use."""
     cache = llm.engine.cache
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == cache.pool.num_blocks
     assert llm.engine.is_idle
     stats = llm.stats()

@@ -9,7 +9,7 @@ from harness.engine_jobs import Job
 from paceline import LLM
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import RequestOptions
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.speculation.request import FinishReason, Request
 
 MAX_STEPS = 50_000
@@ -154,17 +154,17 @@ def compare(llm: LLM, request: Request, job: Job, sample: int) -> int:
 def check_engine(engine: Engine) -> None:
     """What must hold between any two steps."""
     cache, scheduler = engine.cache, engine.scheduler
-    cache.check()
+    cache.check_consistency()
     running, waiting = scheduler.running, list(scheduler.waiting)
     assert len({id(request) for request in (*running, *waiting)}) == len(running) + len(waiting), "a request stands here twice"
     assert {request.cached_sequence.id for request in (*running, *waiting)} == set(cache._sequences), "a sequence belongs to nobody here"
     for request in (*running, *waiting):
         sequence = request.cached_sequence
         assert not request.is_finished
-        assert sequence.plan is None
+        assert sequence.row_plan is None
         assert 0 <= sequence.committed_len < len(request.token_ids) <= request.max_len
         assert request.processor.num_output_tokens == request.num_output_tokens == len(request.origins) == request.stats.num_emitted_tokens
-        assert len(sequence.block_table) == blocks_for(sequence.committed_len, cache.block_size)
+        assert len(sequence.block_table) == num_blocks_for(sequence.committed_len, cache.block_size)
         assert request.num_cached_tokens < request.num_prompt_tokens
         assert request.num_cached_tokens % cache.block_size == 0
     for request in waiting:
@@ -176,7 +176,7 @@ def check_engine(engine: Engine) -> None:
 def check_clean(llm: LLM) -> None:
     """Check that no blocks are in use, and that the sums agree."""
     engine = llm.engine
-    engine.cache.check()
+    engine.cache.check_consistency()
     assert engine.is_idle
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
     assert engine.cache._sequences == {}

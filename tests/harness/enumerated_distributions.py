@@ -123,7 +123,7 @@ def draw_tree(shape: Shape, draft: Drafts, chance: Branching) -> DraftTree:
         if probs is None:
             continue
         token = chance.draw(probs, len(texts[parent]), "draft", node)
-        left[parent] = probs.without(token)
+        left[parent] = probs.without_token(token)
         texts[node] = (*texts[parent], token)
         tokens.append(token)
         parents.append(number[parent])

@@ -86,7 +86,7 @@ def open_backend(
 
 def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
     """The logits of one pass over `token_ids`, which become committed."""
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    plan = cache.reserve_rows(sequence, range(-1, len(token_ids) - 1))
     output = runtime.forward(*assemble_pass([plan], [list(token_ids)], [list(range(len(token_ids)))]))
     cache.keep_path(sequence, len(token_ids) - 1)
     return output.logits
@@ -139,7 +139,7 @@ def check_a_prompt(reference: Reference, backend: str, *, max_model_len: int | N
             allowed = bound or max(reference.allowed(backend), one_row)
             assert difference(logits, reference.logits[begin : begin + chunk_len]) <= allowed, (chunk_lens, begin)
             begin += chunk_len
-        cache.release(sequence)
+        cache.release_sequence(sequence)
 
 
 def greedy_margin(llm: LLM, token_ids: list[int]) -> float:

@@ -15,8 +15,8 @@ from paceline.speculation import step as step_module
 
 def leave_kept_rows_of_a_tree_where_they_were(patch: pytest.MonkeyPatch) -> None:
     """What comes next attends to rejected rows."""
-    real = RowPlan.commit
-    patch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
+    real = RowPlan.committed_path
+    patch.setattr(RowPlan, "committed_path", lambda plan, node: real(plan, node)._replace(moves=()))
 
 
 def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
@@ -30,8 +30,8 @@ def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.edit
-    patch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): real(self, logits))
+    real = LogitsProcessor.edit_logits
+    patch.setattr(LogitsProcessor, "edit_logits", lambda self, logits, path=(): real(self, logits))
 
 
 def report_logprobs_of_the_next_row(patch: pytest.MonkeyPatch) -> None:

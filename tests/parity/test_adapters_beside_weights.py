@@ -86,7 +86,7 @@ def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
     number = 0 if adapter is None else network.load_adapter(adapter)
     cache = network.new_cache(8)
     tokens = np.random.default_rng(5).integers(0, network.config.vocab_size, (2, LENGTH)).tolist()
-    plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in tokens]
+    plans = [cache.reserve_rows(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in tokens]
     logits = network.forward(*assemble_pass(plans, tokens, [range(LENGTH)] * 2, [number] * 2)).logits.astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
@@ -124,7 +124,7 @@ def test_expert_adapters_in_one_batch_give_each_sequence_its_own_logits(target: 
 
     def logits(chosen: list[int]) -> FloatArray:
         cache = network.new_cache(8)
-        plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in chosen]
+        plans = [cache.reserve_rows(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in chosen]
         found = network.forward(*assemble_pass(plans, tokens[: len(chosen)], [range(LENGTH)] * len(chosen), chosen)).logits
         return found.reshape(len(chosen), LENGTH, -1).copy()
 

@@ -20,7 +20,7 @@ from paceline.engine.chat_prompt import chat_prompt
 from paceline.engine.input_processor import InputProcessor
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
-from paceline.tokenizer.backend import TokenizerParts
+from paceline.tokenizer.backend import ConvertedTokenizer
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -276,7 +276,7 @@ def test_chat_template_looping_over_missing_tools_gets_an_empty_list() -> None:
 
 def test_chat_template_gets_tools_also_as_functions() -> None:
     template = ChatTemplate("{{- functions | trim }}|{{ datetime | length > 10 }}", {})
-    assert template.mentions("tools")
+    assert template.mentions_variable("tools")
     shown, has_date = template.render(CONVERSATIONS[0], tools=DESCRIBED[:1], add_generation_prompt=False).split("|")
     assert json.loads(shown) == DESCRIBED[:1]
     assert has_date == "True"
@@ -320,7 +320,7 @@ def opened_both(path: Path) -> tuple[Any, Any]:
 
 
 def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    if isinstance(ours._pretrained, TokenizerParts):
+    if isinstance(ours._pretrained, ConvertedTokenizer):
         ours._pretrained = replace(ours._pretrained, chat_template={"default": source})
     else:
         ours._pretrained.chat_template = source

@@ -55,7 +55,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Re
     else:
         assert difference(embedded, reference.hidden_states[0]) == 0.0
     cache = runtime.new_cache(64)
-    plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
     output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
     bound = 100 * BOUNDS[backend]  # the residual stream is that much larger than the logits
     assert difference(output.hidden_states, reference.hidden_states[-1]) <= bound

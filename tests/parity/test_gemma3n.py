@@ -77,7 +77,7 @@ def test_collected_gemma3n_states_are_the_active_stream_of_transformers(referenc
     reference = references("all")
     runtime = open_backend(reference.directory, backend, collect_layers=(0, 2, 5))
     cache = runtime.new_cache(32)
-    plan = cache.reserve(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
     output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
     for place, layer in enumerate((0, 2, 5)):
         expected = reference.hidden_states[layer][0]

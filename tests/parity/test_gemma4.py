@@ -43,7 +43,7 @@ def test_gemma4_prompt_logits_equal_transformers_whole_and_in_chunks(references:
     check_a_prompt(reference, backend, bound=bound)
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(32)
-    plan = cache.reserve(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
     output = runtime.forward(*assemble_pass([plan], [reference.token_ids], [[0]]))
     assert difference(output.hidden_states, reference.hidden_states[-1]) <= 20 * bound
 

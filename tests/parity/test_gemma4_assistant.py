@@ -84,7 +84,7 @@ def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwor
     cache = runtime.new_cache(32)
     other, sequence = cache.new_sequence(), cache.new_sequence()
     for one, token_ids in ((other, [5] * 200), (other, [6] * 200), (sequence, prompt)):
-        plan = cache.reserve(one, range(-1, len(token_ids) - 1))
+        plan = cache.reserve_rows(one, range(-1, len(token_ids) - 1))
         output = runtime.forward(*assemble_pass([plan], [token_ids], [[len(token_ids) - 1]]))
         cache.keep_path(one, len(token_ids) - 1)
     return network, sequence, output.hidden_states[-1:].copy()

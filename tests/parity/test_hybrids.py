@@ -81,7 +81,7 @@ def test_hybrid_chunked_logits_equal_the_chunkwise_transformers_algorithm(refere
 
 def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
     """The logits of a pass over rows that are kept together."""
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1), len(token_ids))
+    plan = cache.reserve_rows(sequence, range(-1, len(token_ids) - 1), len(token_ids))
     logits = runtime.forward(*assemble_pass([plan], [list(token_ids)], [list(range(len(token_ids)))])).logits.copy()
     cache.keep_path(sequence, len(token_ids) - 1)
     return logits
@@ -125,11 +125,11 @@ def test_hybrid_tree_rows_continue_from_the_state_of_their_parent(references: Re
         ids = random.integers(0, VOCAB_SIZE, len(parents)).tolist()
         for depth, node in enumerate(kept):
             ids[node] = tokens[length + depth]
-        plans = [cache.reserve(sequence, parents), cache.reserve(other, [-1, 0, 0])]
+        plans = [cache.reserve_rows(sequence, parents), cache.reserve_rows(other, [-1, 0, 0])]
         output = runtime.forward(*assemble_pass(plans, [ids, [3, 4, 5]], [kept, []]))
         assert difference(output.logits, reference.logits[length : length + len(kept)]) <= BOUND
         cache.keep_path(sequence, kept[-1])
-        cache.cancel(other)
+        cache.drop_reserved_rows(other)
         length += len(kept)
 
 

@@ -30,7 +30,7 @@ def test_sequences_in_one_pass_have_independent_logits(references: References, b
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
     lengths = [50, 1, 33, 97]
-    plans = [cache.reserve(cache.new_sequence(), range(-1, length - 1)) for length in lengths]
+    plans = [cache.reserve_rows(cache.new_sequence(), range(-1, length - 1)) for length in lengths]
     tokens = [reference.token_ids[:length] for length in lengths]
     output = runtime.forward(*assemble_pass(plans, tokens, [[length - 1] for length in lengths]))
     assert difference(output.logits, np.stack([reference.logits[length - 1] for length in lengths])) <= BOUNDS[backend]
@@ -45,7 +45,7 @@ def test_tree_node_logits_equal_those_of_its_path_in_transformers(references: Re
     sequence, known = cache.new_sequence(), reference.token_ids[:committed_len]
     append(runtime, cache, sequence, known)
     parents, node_tokens = [-1, 0, 0, 1, 1, 2, 3], [5, 17, 23, 42, 8, 96, 61]
-    plan = cache.reserve(sequence, parents)
+    plan = cache.reserve_rows(sequence, parents)
     output = runtime.forward(*assemble_pass([plan], [node_tokens], [list(range(len(parents)))]))
     for leaf in (4, 5, 6):
         path = path_to(parents, leaf)

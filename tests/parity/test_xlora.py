@@ -85,7 +85,7 @@ def load(network: Network, directory: Path, num_blocks: int = 24) -> tuple[KVCac
 
 
 def append(network: Network, cache: KVCache, sequence: CachedSequence, token_ids: list[int], number: int) -> FloatArray:
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    plan = cache.reserve_rows(sequence, range(-1, len(token_ids) - 1))
     logits = network.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))], [number])).logits.copy()
     cache.keep_path(sequence, len(token_ids) - 1)
     return logits
@@ -135,7 +135,7 @@ def test_rows_of_several_x_lora_adapters_in_one_pass_equal_each_alone(runtime: s
     cache, number = load(network, first)
     numbers = [number, network.load_adapter(read_any_adapter(second, name="other", config=network.config)), 0, number]
     texts = np.random.default_rng(1).integers(1, VOCAB_SIZE, (4, 20)).tolist()
-    plans = [cache.reserve(cache.new_sequence(), range(-1, 19), 20) for _ in texts]
+    plans = [cache.reserve_rows(cache.new_sequence(), range(-1, 19), 20) for _ in texts]
     before = network.num_xlora_passes
     output = network.forward(*assemble_pass(plans, texts, [range(20)] * 4, numbers)).logits.reshape(4, 20, -1)
     assert network.num_xlora_passes == before + 1
@@ -154,7 +154,7 @@ def test_x_lora_tree_rows_equal_their_paths_also_after_keep_path(runtime: str, m
     append(network, cache, sequence, prompt, number)
     parents, tokens = [-1, 0, 0, 2, 1, 3], random.integers(1, VOCAB_SIZE, 6).tolist()
     paths = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], [0, 2, 3, 5]]
-    plan = cache.reserve(sequence, parents)
+    plan = cache.reserve_rows(sequence, parents)
     logits = network.forward(*assemble_pass([plan], [tokens], [range(6)], [number])).logits.copy()
     for node, path in enumerate(paths):
         expected = definition.logits([*prompt, *(tokens[one] for one in path)])[-1]

@@ -38,7 +38,7 @@ def chat_sampling(llm: "LLM", settings: Settings) -> SamplingParams:
     Unless a limit was given, an answer may use the rest of the context, as in other programs for conversations.
     """
     params = settings.sampling if "max_tokens" in settings.given_sampling else replace(settings.sampling, max_tokens=MAX_INT)
-    params = llm.sampling_defaults.fill_chat(params, settings.given_sampling)
+    params = llm.sampling_defaults.apply_chat_defaults(params, settings.given_sampling)
     if not settings.quiet:
         print_notice(llm.sampling_defaults.describe(params))
     return params

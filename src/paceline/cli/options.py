@@ -21,7 +21,7 @@ from paceline.config import (
     SpeculationConfig,
 )
 from paceline.errors import ConfigError, RequestError
-from paceline.sampling.defaults import DEFAULT_NAMES
+from paceline.sampling.defaults import RECOMMENDABLE_PARAMS
 from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -198,7 +198,7 @@ METAVARS = {
 }
 MODEL_HELP = 'The model: "mini" (embedded, the default), a directory, a GGUF file or a Hugging Face id.'
 NO_MODEL = "no MODEL is given: the embedded mini is used, a model of 14 M parameters for trying things out"
-_OPEN_NAMES = ("max_tokens", *DEFAULT_NAMES)  # their defaults depend on the command and the model
+_OPEN_NAMES = ("max_tokens", *RECOMMENDABLE_PARAMS)  # their defaults depend on the command and the model
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 

@@ -26,7 +26,7 @@ from paceline.drafters.translate import ByteTokenizer, GreedyTextModel, SharedVo
 from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
-from paceline.kv_cache.row_plan import RowPlan, blocks_for
+from paceline.kv_cache.row_plan import RowPlan, num_blocks_for
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import num_parameters
@@ -171,7 +171,7 @@ class DraftModelDrafter(GreedyTextModel):
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
         if state is not None:
-            self.cache.release(state.sequence)
+            self.cache.release_sequence(state.sequence)
 
     def _start_draft(
         self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, steps: DraftSteps[ResultT]
@@ -205,7 +205,7 @@ class DraftModelDrafter(GreedyTextModel):
 
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
         """Drop the request's cached tokens. If its text is too long, later passes run only its last tokens, half the context length."""
-        self.cache.release(state.sequence)
+        self.cache.release_sequence(state.sequence)
         state.sequence = self.cache.new_sequence(request.cached_sequence.salt)
         state.token_ids.clear()
         state.num_verified = 0
@@ -313,7 +313,7 @@ class DraftModelDrafter(GreedyTextModel):
             return NO_TOKENS
         summary = row.top_tokens
         if summary is not None and math.isfinite(summary.log_sum):
-            if not request.params.truncates:
+            if not request.params.has_truncation:
                 return self._sampler.sample_from_top_tokens(summary, width, is_greedy=request.params.is_greedy)
             drafted = self._sampler.sample_from_truncated_top_tokens(request, path, summary, width)
             if drafted is not None:
@@ -350,7 +350,7 @@ class DraftModelDrafter(GreedyTextModel):
                 # the last row may be dropped and run again (`_truncate_rejected`); the rows before it are committed text
                 num_known = len(ids) - needs_logits if len(ids) > 1 else 1
                 state, num_rows = draft.state, len(ids) + len(masks)
-                plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
+                plans.append(self.cache.reserve_rows(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
             except CapacityError:
                 self._advance_generator(draft, None)
                 self.release(draft.request)
@@ -387,7 +387,7 @@ class DraftModelDrafter(GreedyTextModel):
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
-        truncates = any(draft.uses_top_tokens and draft.request.params.truncates for draft in drafts)
+        truncates = any(draft.uses_top_tokens and draft.request.params.has_truncation for draft in drafts)
         summary = self._truncated_summary_options if truncates else self._summary_options
         return logits_rows._replace(summary=summary, sampling=target_noise_sampling(drawn))
 
@@ -423,7 +423,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
             f"draft model {directory} cannot draft for {target.directory}: {comparison.why_unusable()}. "
             "Use a draft model of the same family (same tokenizer), or drafter='suffix'"
         )
-    has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
+    has_all_ids = comparison.is_compatible and comparison.same_id_share == 1.0
     token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)
     required_len = math.ceil(target.max_model_len * token_ratio)
     max_model_len = min(required_len, config.max_positions)
@@ -494,10 +494,10 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block to measure the prefill speed
+    num_blocks = 1 + num_blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block to measure the prefill speed
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(
-        num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)
+        num_blocks, checkpoints=CheckpointConfig(interval_rows=target.engine.state_interval, max_checkpoints=max_checkpoints)
     )
     cache.prefix_caching = target.cache.prefix_caching
     return runtime, cache
@@ -512,7 +512,7 @@ def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
 def _describe_compatibility(comparison: VocabularyComparison, max_model_len: int, required_len: int, adapter: str | None) -> str:
     """Describe the adapter, a vocabulary other than the target's, and a context shorter than the target's, for the user."""
     description = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
-    if comparison.coverage != 1.0:
+    if comparison.same_id_share != 1.0:
         description += f"; {comparison.match.value} vocabularies: {comparison.describe_token_conversion()}"
     if max_model_len < required_len:
         description += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"

@@ -19,7 +19,7 @@ from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.sampling.truncation import TOP_N, support_of, top_probs
+from paceline.sampling.truncation import SUPPORT_TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import MIN_COUPLED_PROB
 
@@ -76,7 +76,7 @@ class DraftSampler:
 
     def truncated_summary_options(self, width: int) -> SummaryOptions:
         """Return the summary of each row of logits that `sample_from_truncated_top_tokens` needs for `width` tokens."""
-        return replace(self.summary_options(width), count=max(TOP_N, width + 1))
+        return replace(self.summary_options(width), count=max(SUPPORT_TOP_N, width + 1))
 
     def sample_from_top_tokens(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:
         """Sample as `sample` does, from the top tokens of a row, for a request whose parameters only scale the logits by temperature."""
@@ -132,7 +132,7 @@ class DraftSampler:
         Raises:
             PacelineError: no token is allowed, or the logits are invalid.
         """
-        edited = request.processor.edit(row, path)
+        edited = request.processor.edit_logits(row, path)
         if needs_draft_probs and width == 1 and not request.params.is_greedy:
             return _draw_for_rejection_sampling(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
@@ -157,7 +157,7 @@ class DraftSampler:
         """
         if not len(token_ids) or not np.isfinite(scores).all():
             return NO_TOKENS
-        if not request.processor.only_scales:
+        if not request.processor.only_applies_temperature:
             target_row = np.full(self._vocab_size, -np.inf, np.float32)
             target_row[token_ids] = scores
             try:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import PagedCache
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.runtimes.base import FloatArray, IntArray, Network
 from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
@@ -73,7 +73,7 @@ class HeadCache(ABC):
 
     def num_spare_blocks_needed(self, request: Request, end: int) -> int:
         """Return how many spare blocks the slots of a request up to `end` need."""
-        return max(0, blocks_for(end, self.block_size) - len(request.cached_sequence.block_table))
+        return max(0, num_blocks_for(end, self.block_size) - len(request.cached_sequence.block_table))
 
     def _table_up_to(self, request: Request, end: int, num_used_spare_blocks: int) -> IntArray | None:
         """Return the blocks of a request's slots up to `end`, spare blocks included; None if there are too few spare blocks."""
@@ -131,5 +131,5 @@ class HeadCache(ABC):
         """Return the indices in `_hashes` of `count` slots from `start` on."""
         slots, size = np.arange(start, start + count), self.block_size
         first = start // size
-        table = np.array(request.cached_sequence.block_table[first : blocks_for(start + count, size)], np.int64)
+        table = np.array(request.cached_sequence.block_table[first : num_blocks_for(start + count, size)], np.int64)
         return 0, table[slots // size - first], slots % size

@@ -24,7 +24,7 @@ from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, PacelineError, as_exception
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.sampling.params import SAMPLING_NAMES
+from paceline.sampling.params import SAMPLING_PARAM_NAMES
 from paceline.spelling import suggest_arguments
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class AsyncEngine:
         """The engine with its tokenizer, settings and limits. Only the engine's thread may call its `step`."""
         return self._worker.loaded
 
-    @suggest_arguments("generate", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("generate", sampling_names=SAMPLING_PARAM_NAMES)
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[RequestOutput]:
@@ -109,14 +109,14 @@ class AsyncEngine:
         """
         return await self._collect_outputs(self._prompt_encoder(prompts), sampling_params, options)
 
-    @suggest_arguments("chat", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("chat", sampling_names=SAMPLING_PARAM_NAMES)
     async def chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> list[RequestOutput]:
         """Answer one conversation and return `sampling_params.n` outputs; cancellation and errors as for `generate`."""
         ids, parser, request = await asyncio.to_thread(self.loaded.input_processor.prepare_chat, messages, options)
         outputs = await self._collect_outputs(lambda: [ids], sampling_params, request)
         return [parser.parse(output) for output in outputs]
 
-    @suggest_arguments("stream", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("stream", sampling_names=SAMPLING_PARAM_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> AsyncIterator[StreamChunk]:
         """Complete one prompt and yield each new chunk; the last chunk of each sample contains its whole output.
 
@@ -124,13 +124,13 @@ class AsyncEngine:
         """
         return self._stream_chunks(lambda: [self.loaded.input_processor.prompt_ids(prompt)], sampling_params, options)
 
-    @suggest_arguments("stream_chat", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("stream_chat", sampling_names=SAMPLING_PARAM_NAMES)
     def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> AsyncIterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer; chunks and cancellation as for `stream`."""
         prompt, request = split_chat_options(options)
         return self._stream_chunks(lambda: [self.loaded.input_processor.chat_token_ids(messages, **prompt)], sampling_params, request)
 
-    @suggest_arguments("stream_batch", sampling_names=SAMPLING_NAMES)
+    @suggest_arguments("stream_batch", sampling_names=SAMPLING_PARAM_NAMES)
     async def stream_batch(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[tuple[int, StreamChunk]]:

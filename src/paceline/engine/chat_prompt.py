@@ -260,10 +260,10 @@ def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     template = tokenizer.template_source(has_tools=bool(conversation.tools))
     values: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     searched_texts = _texts_searched_by_template(conversation.messages, template)
-    escaped = tokenizer.control_token_escaper.escape(values, others=[template], except_in=searched_texts)
-    is_escaped = escaped.is_needed and not conversation.allow_special_tokens
+    escaped = tokenizer.control_token_escaper.escape(values, other_texts=[template], exempt_texts=searched_texts)
+    is_escaped = escaped.contains_control_text and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else values
-    end_marker = escaped.placeholders.take_unused(1) if conversation.continue_final_message else ""
+    end_marker = escaped.placeholders.allocate_chars(1) if conversation.continue_final_message else ""
     if end_marker:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end_marker} "}
     text, notices = _render_accepted_variant(replace(conversation, messages=messages, tools=tools, options=options))

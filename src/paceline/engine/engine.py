@@ -16,7 +16,7 @@ from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import BlockManager, Scheduler, SchedulerLimits
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long_text
 from paceline.kv_cache.cache import KVCache
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
 from paceline.speculation.request import FinishReason
@@ -389,7 +389,7 @@ class Engine:
     def _fail_pass(self, requests: Sequence[EngineRequest], error: Exception) -> None:
         """End the requests of a pass that failed as a whole. If the cache had too few free blocks, preempt the youngest request instead."""
         for request in requests:
-            self.cache.cancel(request.cached_sequence)
+            self.cache.drop_reserved_rows(request.cached_sequence)
         if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
             self.scheduler.preempt(self.scheduler.running[-1])
             return
@@ -417,7 +417,7 @@ class Engine:
         return not self.cache.prefix_caching or first_sample.cached_sequence.committed_len >= first_sample.num_prompt_tokens
 
     def _num_blocks_for(self, request: EngineRequest) -> int:
-        return blocks_for(request.max_len, self.cache.block_size)
+        return num_blocks_for(request.max_len, self.cache.block_size)
 
     def _release(self, request: EngineRequest) -> None:
         """Update the counters for a request that was removed from the scheduler, and free its resources."""
@@ -425,7 +425,7 @@ class Engine:
         request.first_sample = None
         self._stats.count_request(request)
         self.adapters.release(request)
-        self.cache.release(request.cached_sequence)
+        self.cache.release_sequence(request.cached_sequence)
         self.speculator.release(request)
         request.drafter_states.clear()  # the caller may keep the request object
 

@@ -277,7 +277,7 @@ class InputProcessor:
 
     def _logits_processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)
-        grammar = None if params.grammar is None else self.grammar_compiler.matcher(params.grammar, prompt_token_ids)
+        grammar = None if params.grammar is None else self.grammar_compiler.new_matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         banned_words = bad_word_ids(params.bad_words, self._encode_without_special_tokens) if params.bad_words else ()

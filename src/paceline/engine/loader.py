@@ -30,7 +30,7 @@ from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_for
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.defaults import SamplingDefaults
-from paceline.sampling.params import SAMPLING_NAMES
+from paceline.sampling.params import SAMPLING_PARAM_NAMES
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import Drafter, check_drafter
 from paceline.speculation.rejection import Acceptance
@@ -148,7 +148,7 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
     settings |= {name: _path_as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
     engine_names, speculation_names = ({one.name for one in fields(config_class)} for config_class in (EngineConfig, SpeculationConfig))
     for name in settings.keys() - engine_names - speculation_names:
-        raise ConfigError(unknown_argument(name, "LLM", engine_names | speculation_names, sampling_names=SAMPLING_NAMES))
+        raise ConfigError(unknown_argument(name, "LLM", engine_names | speculation_names, sampling_names=SAMPLING_PARAM_NAMES))
     engine = EngineConfig(**{name: value for name, value in settings.items() if name in engine_names})
     return engine, SpeculationConfig(**{name: value for name, value in settings.items() if name in speculation_names}), drafters
 

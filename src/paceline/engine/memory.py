@@ -14,7 +14,7 @@ from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.kv_cache.sliding_window import PassLimits, num_window_blocks
 from paceline.machine import available_memory_bytes, total_memory_bytes
 from paceline.models.config import ModelConfig
@@ -84,7 +84,7 @@ def plan_cache(
         )
     context_len = config.max_model_len or model.max_positions
     cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_kv_sets)
-    blocks_per_context = blocks_for(context_len, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
+    blocks_per_context = num_blocks_for(context_len, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     max_bytes = (
         round(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(blocks_per_context))
     )
@@ -131,7 +131,7 @@ def _default_blocks(context_len: int, max_num_seqs: int) -> int:
     """Return the default number of blocks: for `DEFAULT_NUM_CONTEXTS`, or for `DEFAULT_TOKENS_PER_SEQUENCE` if that is more."""
     per_sequence = min(context_len, DEFAULT_TOKENS_PER_SEQUENCE)
     for_contexts, for_sequences = (
-        count * (blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
+        count * (num_blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
         for count, length in ((min(DEFAULT_NUM_CONTEXTS, max_num_seqs), context_len), (max_num_seqs, per_sequence))
     )
     return max(for_contexts, for_sequences)
@@ -160,7 +160,7 @@ def _plan_recurrent_states(model: ModelConfig, config: EngineConfig, num_bytes: 
     layout = StateLayout.for_layers(model.recurrent_layers)
     state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _REPLAY_RECORDS_PER_SEQUENCE * layout.record_size)
     if state_bytes == 0:
-        return CheckpointConfig(interval=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
+        return CheckpointConfig(interval_rows=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
     min_bytes = state_bytes + request_bytes  # a prefill chunk writes its final state to new memory
     if min_bytes > num_bytes:
         raise CapacityError(
@@ -169,7 +169,7 @@ def _plan_recurrent_states(model: ModelConfig, config: EngineConfig, num_bytes: 
     num_running = min(config.max_num_seqs, max(1, (num_bytes // 2 - state_bytes) // request_bytes))
     running_bytes = state_bytes + num_running * request_bytes
     num_checkpoints = min(_MAX_CHECKPOINTS, (num_bytes - running_bytes) // 4 // state_bytes) if config.enable_prefix_caching else 0
-    checkpoints = CheckpointConfig(interval=config.state_interval, max_checkpoints=num_checkpoints)
+    checkpoints = CheckpointConfig(interval_rows=config.state_interval, max_checkpoints=num_checkpoints)
     return checkpoints, num_running, running_bytes + num_checkpoints * state_bytes
 
 

@@ -63,7 +63,7 @@ class BlockManager:
         if request.started_s:
             self._on_preempt(request)
             request.num_preemptions += 1
-        self._cache.release(request.cached_sequence)
+        self._cache.release_sequence(request.cached_sequence)
         request.cached_sequence = self._cache.new_sequence(request.prefix_salt)
 
 

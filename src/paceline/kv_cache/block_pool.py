@@ -1,4 +1,4 @@
-"""Allocates the blocks of a cache, counts their owners, and indexes full blocks by the prefix that they end. Stores no tensors.
+"""Allocates the blocks of a cache, counts their owners, and indexes full blocks by prefix, to reuse them. Stores no tensors.
 
 A full block is identified by a hash of all tokens up to its end, so one hash stands for a whole prefix:
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from paceline.errors import CapacityError
 
-KEY_BYTES = 16
+HASH_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class PrefixStats:
 
     Attributes:
         queried_tokens: number of tokens whose prefix was looked up.
-        hit_tokens: number of these tokens whose rows were found.
-        evicted_blocks: number of indexed blocks that were evicted because no block was free.
+        hit_tokens: number of these tokens whose keys and values were cached.
+        evicted_blocks: number of indexed blocks that were evicted to allocate them again.
     """
 
     queried_tokens: int = 0
@@ -39,16 +39,16 @@ class PrefixStats:
 class BlockHash(NamedTuple):
     """Identifies a full block: the hash of all tokens up to its end, and its own token ids as bytes."""
 
-    key: bytes
+    digest: bytes
     token_bytes: bytes
 
 
 class BlockPool:
     """Reference-counted blocks 0 … num_blocks - 1. Full blocks can be indexed by their block hash.
 
-    The owners of a block are the block tables that contain it. A block without owners is *free*, or *idle* if it is indexed. An idle
-    block's rows can still be found by their hash. When no block is free, the least recently used idle block is evicted. The rows of an
-    indexed block must not be changed; `unregister` it first.
+    The owners of a block are the block tables that contain it. A block without owners is free. A free block that is indexed is *idle*:
+    its rows can still be reused. If all free blocks are idle, the least recently used one is evicted. The rows of an indexed block
+    must not be changed; `unregister` it first.
 
     Args:
         block_size: tokens per block.
@@ -58,9 +58,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[BlockHash], None] = lambda _: None) -> None:
         if num_blocks < 1:
             raise CapacityError(f"a cache needs at least 1 block, got {num_blocks}; raise kv_cache_gb")
-        self.num_blocks, self.stats = num_blocks, PrefixStats()
+        self.num_blocks, self.prefix_stats = num_blocks, PrefixStats()
         self._block_size, self._on_evict = block_size, on_evict
-        self._secret = secrets.token_bytes(KEY_BYTES)
+        self._secret = secrets.token_bytes(HASH_BYTES)
         self._free = list(reversed(range(num_blocks)))  # low ids are allocated first
         self._owners = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -69,7 +69,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be allocated now: free blocks and idle blocks."""
+        """Number of blocks without owners, idle ones included. All of them can be allocated."""
         return len(self._free) + len(self._idle)
 
     def num_owners(self, block: int) -> int:
@@ -77,28 +77,28 @@ class BlockPool:
         return self._owners[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one owner each: first free blocks, then idle ones, the least recently used first.
+        """Allocate `count` blocks with one owner each: idle ones last, the least recently used first.
 
         Raises:
-            CapacityError: there are fewer free and idle blocks; nothing was changed.
+            CapacityError: fewer than `count` blocks are free; nothing was changed.
         """
         if count > self.num_free:
             raise CapacityError(
-                f"the KV cache is full: {count} blocks wanted, {self.num_free} of {self.num_blocks} free; "
+                f"the KV cache is full: {count} blocks needed, {self.num_free} of {self.num_blocks} free; "
                 "raise kv_cache_gb, or run fewer or shorter sequences at once"
             )
         blocks = []
         for _ in range(count):
             if not self._free:
                 self.unregister(next(iter(self._idle)))
-                self.stats.evicted_blocks += 1
+                self.prefix_stats.evicted_blocks += 1
             block = self._free.pop()
             self._owners[block] = 1
             blocks.append(block)
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`. No block may be free."""
+    def add_owner(self, blocks: Iterable[int]) -> None:
+        """Add one owner to each of `blocks`, each of which must have an owner or be idle."""
         for block in blocks:
             if self._owners[block] == 0:
                 if block not in self._idle:
@@ -107,7 +107,7 @@ class BlockPool:
             self._owners[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one owner from each of `blocks`. A block whose last owner was removed becomes idle if it is indexed, else free."""
+        """Remove one owner from each of `blocks`. Blocks without owners become free."""
         for block in blocks:
             if self._owners[block] <= 0:
                 raise RuntimeError(f"block {block} was released more often than it was allocated or shared")
@@ -118,18 +118,18 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def block_hashes(self, token_ids: Sequence[int], salt: bytes, known: Sequence[BlockHash], num_blocks: int) -> Iterator[BlockHash]:
-        """Yield the hashes of the first `num_blocks` blocks of `token_ids`, except those of the first blocks that are already `known`."""
+    def block_hashes(self, token_ids: Sequence[int], salt: bytes, previous: Sequence[BlockHash], num_blocks: int) -> Iterator[BlockHash]:
+        """Yield the hashes of blocks len(previous) … num_blocks - 1 of a sequence, given the `previous` ones."""
         size = self._block_size
-        key = known[-1].key if known else blake2b(self._secret + salt, digest_size=KEY_BYTES).digest()
-        for start in range(len(known) * size, num_blocks * size, size):
+        digest = previous[-1].digest if previous else blake2b(self._secret + salt, digest_size=HASH_BYTES).digest()
+        for start in range(len(previous) * size, num_blocks * size, size):
             token_bytes = array("I", token_ids[start : start + size]).tobytes()
-            key = blake2b(key + token_bytes, digest_size=KEY_BYTES).digest()
-            yield BlockHash(key, token_bytes)
+            digest = blake2b(digest + token_bytes, digest_size=HASH_BYTES).digest()
+            yield BlockHash(digest, token_bytes)
 
     def find_block(self, block_hash: BlockHash) -> int | None:
         """Return the indexed block with this hash; None if there is none."""
-        block = self._block_of.get(block_hash.key)
+        block = self._block_of.get(block_hash.digest)
         return block if block is not None and self._hash_of[block].token_bytes == block_hash.token_bytes else None
 
     def hash_of(self, block: int) -> BlockHash | None:
@@ -138,34 +138,34 @@ class BlockPool:
 
     def register(self, block_hash: BlockHash, block: int) -> None:
         """Add a block to the index, unless the index already contains the block or its hash."""
-        if block_hash.key not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash.key] = block
+        if block_hash.digest not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash.digest] = block
             self._hash_of[block] = block_hash
 
     def unregister(self, block: int) -> None:
-        """Remove `block` from the index, if it is indexed. An idle block becomes free."""
+        """Remove `block` from the index, if it is indexed. An idle block stays free."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
-            del self._block_of[block_hash.key]
+            del self._block_of[block_hash.digest]
             if block in self._idle:
                 del self._idle[block]
                 self._free.append(block)
             self._on_evict(block_hash)
 
     def touch(self, block_hash: BlockHash) -> None:
-        """If the block with this hash is idle, make it the most recently used one, which is evicted last."""
-        block = self._block_of.get(block_hash.key)
+        """If the block with this hash is idle, make it the most recently used one, so that it is evicted last."""
+        block = self._block_of.get(block_hash.digest)
         if block is not None and block in self._idle:
             self._idle.move_to_end(block)
 
-    def check(self, tables: Iterable[Iterable[int]]) -> None:
+    def check_consistency(self, tables: Iterable[Iterable[int]]) -> None:
         """Raise RuntimeError unless the owners, the index and the free list match the block tables."""
         expected = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
             if expected[block] != self._owners[block]:
                 raise RuntimeError(f"block {block} has {self._owners[block]} owners but is in {expected[block]} block tables")
-        if {block_hash.key: block for block, block_hash in self._hash_of.items()} != self._block_of:
-            raise RuntimeError("the hashes and the blocks of the prefix index do not belong together")
+        if {block_hash.digest: block for block, block_hash in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("the hashes and the blocks of the prefix index do not match")
         unowned = {block for block in range(self.num_blocks) if not expected[block]}
         if (idle := unowned & self._hash_of.keys()) != self._idle.keys():
             raise RuntimeError(f"blocks {sorted(self._idle.keys() ^ idle)} are idle or indexed without owners, not both")

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from paceline.kv_cache.block_pool import BlockHash
-from paceline.kv_cache.row_plan import Commit, RowPlan
+from paceline.kv_cache.row_plan import CommittedPath, RowPlan
 
 
 class LayerCache(ABC):
@@ -23,14 +23,14 @@ class LayerCache(ABC):
     def copy_block(self, source: int, target: int) -> None:
         """Copy block `source` to block `target`, because `source` has several owners and one of them will write to it."""
 
-    def reserve(self, plan: RowPlan) -> None:
-        """Allocate what the rows of `plan` need. They follow the committed rows of the sequence."""
+    def reserve_rows(self, plan: RowPlan) -> None:
+        """Allocate memory for the rows of `plan`, which follow the committed rows of the sequence."""
 
-    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
-        """After a pass, keep the rows of `plan` that are in `commit`, and drop the others."""
+    def keep_path(self, plan: RowPlan, path: CommittedPath) -> None:
+        """After a pass, commit the rows of `plan` that are on `path`, and drop the others."""
 
-    def cancel(self, plan: RowPlan) -> None:
-        """Drop all rows of `plan`, before or after its pass. If `KVCache.reserve` was interrupted, `reserve` may not have been called."""
+    def drop_reserved_rows(self, plan: RowPlan) -> None:
+        """Drop all rows of `plan`, before or after its pass. `reserve_rows` may not have been called, if an interrupt prevented it."""
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         """Return whether a sequence can be truncated to its first `length` committed rows."""
@@ -44,14 +44,14 @@ class LayerCache(ABC):
         """Make a sequence continue after its first `length` rows, because it was truncated or has matched a cached prefix.
 
         Args:
-            block_hashes: hashes of its first blocks, as in `CachedSequence`.
+            block_hashes: see `CachedSequence.block_hashes`.
         """
 
-    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Make data of the full blocks from index `first` on available to other sequences with the same block hashes."""
+    def register_prefix(self, sequence_id: int, first_index: int, block_hashes: Sequence[BlockHash]) -> None:
+        """Let other sequences resume after the full blocks from `first_index` on, which have these hashes."""
 
     def evict(self, block_hash: BlockHash) -> None:
         """Drop the data that other sequences could find by this block hash."""
 
-    def release(self, sequence_id: int) -> None:
+    def release_sequence(self, sequence_id: int) -> None:
         """Free the data of a sequence."""

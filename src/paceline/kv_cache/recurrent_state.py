@@ -1,8 +1,8 @@
-"""Stores the states of recurrent layers: the last inputs of a convolution, and matrices, whose size does not grow with the sequence.
+"""Stores the states of recurrent layers: the last inputs of a convolution, and matrices. Their size is constant.
 
 The stored state covers a prefix of the committed rows, whose length is a multiple of `chunk_size`. Each later committed row is *pending*: a
-*replay record* stores the inputs of its state update. A pass first repeats the updates of the pending rows, then computes its own rows;
-each row of a draft tree starts from the state of its parent. So a rejected draft only frees records, and no state is copied per row.
+*replay record* stores the inputs of its state update. A pass first repeats the updates of the pending rows, then computes its own rows.
+Each row of a draft tree starts from the state of its parent. So a rejected draft token only frees its record, and no state is copied.
 
 A *checkpoint* is a copy of the state after a full block. Other sequences with the same prefix resume from it.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockHash
 from paceline.kv_cache.layer_cache import LayerCache
-from paceline.kv_cache.row_plan import Commit, RowPlan
+from paceline.kv_cache.row_plan import CommittedPath, RowPlan
 
 MIN_UNRECORDED_ROWS = 16
 """A pass with at least this many prefill rows writes the state after them instead of records, as they are never dropped one by one."""
@@ -27,15 +27,15 @@ NO_RECORD = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Which states are kept as checkpoints.
+    """Where checkpoints are stored, and how many.
 
     Attributes:
-        interval: number of rows between checkpoints, a multiple of the block size. A sequence has two more checkpoints: after the last
-            full block of its prompt, and after its last full block.
+        interval_rows: number of rows between checkpoints, a multiple of the block size. There are two more for each sequence: after the
+            last full block of its prompt, and after its last full block.
         max_checkpoints: maximum number of checkpoints, beyond which the least recently used one is evicted; 0 = no checkpoints.
     """
 
-    interval: int = 512
+    interval_rows: int = 512
     max_checkpoints: int = 16
 
 
@@ -48,17 +48,17 @@ class StateUpdate(NamedTuple):
     Attributes:
         state: the stored state; None = zeros.
         records: [number of records, record_size], the replay records.
-        pending: indices of the records of the pending rows, in order.
-        num_applied: how many of the pending rows the pass adds to `state` in place.
+        pending_records: indices of the records of the pending rows, in order.
+        num_applied_rows: how many of the pending rows the pass adds to `state` in place.
         row_records: for each row of the pass, the index of the record that it writes, or `NO_RECORD`.
-        saved_states: (count, target) in ascending order: write the state after `count` pending and prefill rows to `target`.
-        has_run: array of one number, which the pass sets to 1 at its end.
+        saved_states: (count, target) in ascending order: write the state after `count` pending and prefill rows to array `target`.
+        has_run: array of shape [1], which the pass sets to 1 at its end.
     """
 
     state: Any
     records: Any
-    pending: Sequence[int]
-    num_applied: int
+    pending_records: Sequence[int]
+    num_applied_rows: int
     row_records: Sequence[int]
     saved_states: Sequence[tuple[int, Any]]
     has_run: NDArray[np.int32]
@@ -86,36 +86,36 @@ class _SequenceState:
 
     Attributes:
         state, length: the state after the first `length` rows.
-        records, pending: as in `StateUpdate`.
-        free: indices of unused records.
-        row_records, num_applied: of the current pass, as in `StateUpdate`.
-        num_unrecorded: number of first rows of the current pass that write no records.
+        records, pending_records: as in `StateUpdate`.
+        free_records: indices of unused records.
+        row_records, num_applied_rows: of the current pass, as in `StateUpdate`.
+        num_unrecorded_rows: how many rows at the beginning of the current pass write no records.
         saved_states: states that the current pass writes, as (number of rows that the state covers, target).
         block_hashes: hashes of full blocks that end after `length`, by block index.
-        unregistered: checkpoints of blocks that have no hash yet, by block index.
-        last_checkpoint: the block whose checkpoint is evicted when the sequence has a later one; None = no block.
-        last_is_prompt: `is_prompt` of that checkpoint.
-        is_consistent: False while `state`, `length` and `pending` are being changed. If this is interrupted, the state is not used again.
+        unregistered_checkpoints: checkpoints of blocks that have no hash yet, by block index.
+        last_checkpoint: hash of the newest checkpoint, which the next one replaces; None = it is kept, being at a multiple of the interval.
+        last_is_prompt: `is_prompt` of the newest checkpoint. Only a checkpoint with the same value replaces it.
+        is_consistent: False while `state`, `length` and `pending_records` change. After an interrupt during this, the state is not used.
     """
 
     state: Any = None
     length: int = 0
     records: Any = None
-    pending: list[int] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
+    pending_records: list[int] = field(default_factory=list)
+    free_records: list[int] = field(default_factory=list)
     row_records: list[int] = field(default_factory=list)
-    num_applied: int = 0
-    num_unrecorded: int = 0
+    num_applied_rows: int = 0
+    num_unrecorded_rows: int = 0
     saved_states: list[tuple[int, Any]] = field(default_factory=list)
     has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     block_hashes: dict[int, BlockHash] = field(default_factory=dict)
-    unregistered: dict[int, _Checkpoint] = field(default_factory=dict)
+    unregistered_checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
     last_checkpoint: BlockHash | None = None
     last_is_prompt: bool = False
     is_consistent: bool = True
 
     def clear_plan(self) -> None:
-        self.row_records, self.num_unrecorded, self.num_applied = [], 0, 0
+        self.row_records, self.num_unrecorded_rows, self.num_applied_rows = [], 0, 0
 
 
 class RecurrentStateCache(LayerCache):
@@ -124,7 +124,8 @@ class RecurrentStateCache(LayerCache):
     Args:
         state_size, record_size: how many numbers a state and a replay record have.
         allocate: returns an array of zeros of a given shape, of the runtime's array type.
-        chunk_size: stored states cover multiples of so many rows. It divides `block_size` and is at most `MIN_UNRECORDED_ROWS`.
+        chunk_size: stored states cover prefixes of a multiple of `chunk_size` rows. It divides `block_size`, and is at most
+            `MIN_UNRECORDED_ROWS`.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class RecurrentStateCache(LayerCache):
         self.state_size, self.record_size = state_size, record_size
         self._block_size, self._allocate = block_size, allocate
         self._sequences: dict[int, _SequenceState] = {}
-        self._spare: list[Any] = []
+        self._spare_states: list[Any] = []
         self._checkpoints: OrderedDict[BlockHash, _Checkpoint] = OrderedDict()  # least recently used first
 
     @property
@@ -149,14 +150,14 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the reserved pass. If the pass is repeated, leave out what is already done."""
+        """Return the state update of the reserved pass. If the pass has run before, rows that it applied are left out."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
         saves = [(end - sequence.length, state) for end, state in sequence.saved_states]
-        pending, rows, has_run = sequence.pending, sequence.row_records, sequence.has_run
-        return StateUpdate(sequence.state, sequence.records, pending, sequence.num_applied, rows, saves, has_run)
+        pending, rows, has_run = sequence.pending_records, sequence.row_records, sequence.has_run
+        return StateUpdate(sequence.state, sequence.records, pending, sequence.num_applied_rows, rows, saves, has_run)
 
-    def reserve(self, plan: RowPlan) -> None:
+    def reserve_rows(self, plan: RowPlan) -> None:
         """Allocate replay records, and memory for the states that the pass writes.
 
         Raises:
@@ -165,53 +166,53 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.setdefault(plan.sequence_id, _SequenceState())
         self._finish_pass(sequence)
         start = plan.committed_len
-        if not sequence.is_consistent or sequence.length + len(sequence.pending) != start:
+        if not sequence.is_consistent or sequence.length + len(sequence.pending_records) != start:
             raise RuntimeError(f"the state of a sequence does not cover its {start} committed rows")
         pinned_len = start if plan.pinned_len is None else plan.pinned_len
-        num_unrecorded = num_applied = 0
-        if plan.num_prefill >= MIN_UNRECORDED_ROWS and pinned_len == start:
-            num_unrecorded = max(0, self._round_down_to_chunk(start + plan.num_prefill) - start)
+        num_unrecorded_rows = num_applied_rows = 0
+        if plan.num_prefill_rows >= MIN_UNRECORDED_ROWS and pinned_len == start:
+            num_unrecorded_rows = max(0, self._round_down_to_chunk(start + plan.num_prefill_rows) - start)
         try:
-            if num_unrecorded:
-                self._allocate_states_to_save(sequence, start + num_unrecorded, end_row=start + num_unrecorded)
+            if num_unrecorded_rows:
+                self._allocate_states_to_save(sequence, start + num_unrecorded_rows, end_row=start + num_unrecorded_rows)
             else:
-                num_applied = self._round_down_to_chunk(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
+                num_applied_rows = self._round_down_to_chunk(min(max(0, pinned_len - sequence.length), len(sequence.pending_records)))
                 if sequence.state is None:
                     sequence.state = self._new_state(is_zero=True)
-                self._allocate_states_to_save(sequence, sequence.length + num_applied)
-            rows = self._take_records(sequence, plan.num_rows - num_unrecorded)
+                self._allocate_states_to_save(sequence, sequence.length + num_applied_rows)
+            rows = self._allocate_records(sequence, plan.num_rows - num_unrecorded_rows)
         except MemoryError as error:
             self._free_states_to_save(sequence)
             raise CapacityError("there is no memory for the states of recurrent layers: lower max_num_seqs") from error
-        sequence.num_applied, sequence.num_unrecorded = num_applied, num_unrecorded
-        sequence.row_records = [NO_RECORD] * num_unrecorded + rows
+        sequence.num_applied_rows, sequence.num_unrecorded_rows = num_applied_rows, num_unrecorded_rows
+        sequence.row_records = [NO_RECORD] * num_unrecorded_rows + rows
 
-    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+    def keep_path(self, plan: RowPlan, path: CommittedPath) -> None:
         sequence = self._sequences[plan.sequence_id]
         self._finish_pass(sequence)
-        num_unrecorded, kept = sequence.num_unrecorded, [sequence.row_records[row] for row in commit.rows]
-        if num_unrecorded > len(kept):
-            raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
-        kept = kept[num_unrecorded:]
+        num_unrecorded_rows, kept = sequence.num_unrecorded_rows, [sequence.row_records[row] for row in path.rows]
+        if num_unrecorded_rows > len(kept):
+            raise RuntimeError(f"{len(kept)} of {num_unrecorded_rows} prefill rows are to be kept: they are kept or dropped together")
+        kept = kept[num_unrecorded_rows:]
         sequence.is_consistent = False
-        before = sequence.pending
-        if num_unrecorded:
+        before = sequence.pending_records
+        if num_unrecorded_rows:
             (_, state), replaced = sequence.saved_states.pop(), sequence.state
-            sequence.state, sequence.length, sequence.pending = state, plan.committed_len + num_unrecorded, kept
+            sequence.state, sequence.length, sequence.pending_records = state, plan.committed_len + num_unrecorded_rows, kept
             self._recycle_state(replaced)
             self._store_saved_states(sequence)
-            sequence.free += before
+            sequence.free_records += before
         else:
-            sequence.pending = before + kept
-        sequence.free += [record for record in sequence.row_records if record != NO_RECORD and record not in kept]
+            sequence.pending_records = before + kept
+        sequence.free_records += [record for record in sequence.row_records if record != NO_RECORD and record not in kept]
         sequence.clear_plan()
         sequence.is_consistent = True
 
-    def cancel(self, plan: RowPlan) -> None:
+    def drop_reserved_rows(self, plan: RowPlan) -> None:
         sequence = self._sequences.get(plan.sequence_id)
         if sequence is not None:
             self._finish_pass(sequence)
-            sequence.free += [record for record in sequence.row_records if record != NO_RECORD]
+            sequence.free_records += [record for record in sequence.row_records if record != NO_RECORD]
             sequence.clear_plan()
             self._free_states_to_save(sequence)
 
@@ -219,18 +220,18 @@ class RecurrentStateCache(LayerCache):
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             self._finish_pass(sequence)
-        return length == 0 or (sequence is not None and sequence.length <= length <= sequence.length + len(sequence.pending))
+        return length == 0 or (sequence is not None and sequence.length <= length <= sequence.length + len(sequence.pending_records))
 
     def num_resumable_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._checkpoints), 0)
 
     def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
         if length == 0:
-            self.release(sequence_id)
+            self.release_sequence(sequence_id)
         elif self.can_truncate(sequence_id, length):
             sequence = self._sequences[sequence_id]
-            sequence.free += sequence.pending[length - sequence.length :]
-            del sequence.pending[length - sequence.length :]
+            sequence.free_records += sequence.pending_records[length - sequence.length :]
+            del sequence.pending_records[length - sequence.length :]
             for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size > length]:
                 del sequence.block_hashes[index]
         else:
@@ -240,24 +241,24 @@ class RecurrentStateCache(LayerCache):
             try:
                 state = self._new_state()
                 state[...] = checkpoint.state
-            except MemoryError:  # move the checkpoint's state to the sequence instead of copying it
+            except MemoryError:  # there is no memory for a copy: give the checkpoint's state to the sequence
                 state = self._checkpoints.pop(block_hash).state
             sequence = _SequenceState(state, checkpoint.length)
             if checkpoint.records is not None:
-                sequence.pending = self._take_records(sequence, len(checkpoint.records))
-                sequence.records[sequence.pending] = checkpoint.records
-            self.release(sequence_id)
+                sequence.pending_records = self._allocate_records(sequence, len(checkpoint.records))
+                sequence.records[sequence.pending_records] = checkpoint.records
+            self.release_sequence(sequence_id)
             self._sequences[sequence_id] = sequence
 
-    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
+    def register_prefix(self, sequence_id: int, first_index: int, block_hashes: Sequence[BlockHash]) -> None:
         sequence = self._sequences[sequence_id]
-        for index, block_hash in enumerate(block_hashes, first):
-            if index in sequence.unregistered:
-                self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
+        for index, block_hash in enumerate(block_hashes, first_index):
+            if index in sequence.unregistered_checkpoints:
+                self._store_checkpoint(sequence, index, block_hash, sequence.unregistered_checkpoints.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered):  # their blocks were registered before, so they can never be found
-            self._recycle_state(sequence.unregistered.pop(index).state)
+        for index in list(sequence.unregistered_checkpoints):  # checkpoints of blocks that were registered before: they cannot be found
+            self._recycle_state(sequence.unregistered_checkpoints.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
         self._evict_checkpoint(block_hash)
@@ -265,39 +266,38 @@ class RecurrentStateCache(LayerCache):
             for index in [index for index, own in sequence.block_hashes.items() if own == block_hash]:
                 del sequence.block_hashes[index]
 
-    def release(self, sequence_id: int) -> None:
+    def release_sequence(self, sequence_id: int) -> None:
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self._finish_pass(sequence)
             self._free_states_to_save(sequence)
             self._store_last_checkpoint(sequence)
-            for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered.values())):
+            for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered_checkpoints.values())):
                 self._recycle_state(state)
 
     def _round_down_to_chunk(self, length: int) -> int:
-        """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
 
     def _all_states(self) -> Iterator[Any]:
-        yield from self._spare
+        yield from self._spare_states
         yield from (checkpoint.state for checkpoint in self._checkpoints.values())
         for sequence in self._sequences.values():
             if sequence.state is not None:
                 yield sequence.state
-            yield from (checkpoint.state for checkpoint in sequence.unregistered.values())
+            yield from (checkpoint.state for checkpoint in sequence.unregistered_checkpoints.values())
             yield from (state for _, state in sequence.saved_states)
 
     def _finish_pass(self, sequence: _SequenceState) -> None:
-        """If the pass has run, note that the state now covers the applied rows and that the saved states are valid."""
+        """If the pass has run, free the records of the rows that it applied to the state, and store the states that it saved."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
-            count, sequence.num_applied = sequence.num_applied, 0
+            count, sequence.num_applied_rows = sequence.num_applied_rows, 0
             sequence.has_run[0] = 0
             sequence.length += count
-            sequence.free += sequence.pending[:count]
-            del sequence.pending[:count]
+            sequence.free_records += sequence.pending_records[:count]
+            del sequence.pending_records[:count]
             sequence.is_consistent = True
-            if not sequence.num_unrecorded:
+            if not sequence.num_unrecorded_rows:
                 self._store_saved_states(sequence)
 
     def _store_saved_states(self, sequence: _SequenceState) -> None:
@@ -305,21 +305,21 @@ class RecurrentStateCache(LayerCache):
         saves, sequence.saved_states = sequence.saved_states, []
         for end, state in saves:
             index = end // self._block_size - 1
-            block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded > 0)
+            block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded_rows > 0)
             if block_hash is None:
-                sequence.unregistered[index] = checkpoint
+                sequence.unregistered_checkpoints[index] = checkpoint
             else:
                 self._store_checkpoint(sequence, index, block_hash, checkpoint)
         for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
             del sequence.block_hashes[index]
 
     def _allocate_states_to_save(self, sequence: _SequenceState, last_row: int, end_row: int | None = None) -> None:
-        """Allocate the states to save: at each interval and after the last full block up to row `last_row`, and after row `end_row`."""
+        """Allocate arrays for the states that the pass saves: those of checkpoints up to row `last_row`, and that after `end_row`."""
         size = self._block_size
         if self.config.max_checkpoints:
             ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
             for block_end in ends:
-                if block_end % self.config.interval == 0 or block_end == ends[-1]:
+                if block_end % self.config.interval_rows == 0 or block_end == ends[-1]:
                     sequence.saved_states.append((block_end, self._new_state()))
         if end_row is not None:
             sequence.saved_states.append((end_row, self._new_state()))
@@ -329,7 +329,7 @@ class RecurrentStateCache(LayerCache):
             self._recycle_state(sequence.saved_states.pop()[1])
 
     def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store a checkpoint of block `index`. If the one before is not at a multiple of the interval, it is evicted."""
+        """Store the checkpoint after block `index`, and evict the checkpoint that it replaces."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle_state(checkpoint.state)
             return
@@ -338,12 +338,12 @@ class RecurrentStateCache(LayerCache):
         while len(self._checkpoints) >= self.config.max_checkpoints:
             self._evict_checkpoint(next(iter(self._checkpoints)))
         self._checkpoints[block_hash] = checkpoint
-        sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval == 0 else block_hash
+        sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval_rows == 0 else block_hash
         sequence.last_is_prompt = checkpoint.is_prompt
 
     def _store_last_checkpoint(self, sequence: _SequenceState) -> None:
-        """Store the state of a released sequence as a checkpoint of its last full block, with the records up to the block's end."""
-        index = (sequence.length + len(sequence.pending)) // self._block_size - 1
+        """Store the state of a released sequence, and records up to the end of its last full block, as a checkpoint after that block."""
+        index = (sequence.length + len(sequence.pending_records)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
         if not sequence.is_consistent or count < 1 or block_hash is None:
             return
@@ -351,7 +351,7 @@ class RecurrentStateCache(LayerCache):
             records = self._allocate((count, self.record_size))
         except MemoryError:
             return
-        records[...] = sequence.records[sequence.pending[:count]]
+        records[...] = sequence.records[sequence.pending_records[:count]]
         checkpoint, sequence.state = _Checkpoint(sequence.state, sequence.length, records), None
         self._store_checkpoint(sequence, index, block_hash, checkpoint)
 
@@ -360,25 +360,25 @@ class RecurrentStateCache(LayerCache):
             self._recycle_state(self._checkpoints.pop(block_hash).state)
 
     def _new_state(self, *, is_zero: bool = False) -> Any:
-        if not self._spare:
+        if not self._spare_states:
             return self._allocate((self.state_size,))
-        state = self._spare.pop()
+        state = self._spare_states.pop()
         if is_zero:
             state[...] = 0
         return state
 
     def _recycle_state(self, state: Any) -> None:
         if state is not None:
-            self._spare.append(state)
+            self._spare_states.append(state)
 
-    def _take_records(self, sequence: _SequenceState, count: int) -> list[int]:
+    def _allocate_records(self, sequence: _SequenceState, count: int) -> list[int]:
         """Return the indices of `count` unused records; allocate more if there are too few."""
         size = 0 if sequence.records is None else len(sequence.records)
-        if count > len(sequence.free):
-            grown = max(2 * size, size + count - len(sequence.free), 4)
+        if count > len(sequence.free_records):
+            grown = max(2 * size, size + count - len(sequence.free_records), 4)
             records = self._allocate((grown, self.record_size))
             if size:
                 records[:size] = sequence.records
             sequence.records = records
-            sequence.free += range(size, grown)
-        return [sequence.free.pop() for _ in range(count)]
+            sequence.free_records += range(size, grown)
+        return [sequence.free_records.pop() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Assigns the nodes of a draft tree to rows of a pass, and computes how the cache changes when a path is committed. Pure functions.
+"""Assigns the nodes of a draft tree to rows of a pass, and computes how the cache changes when a path is committed.
 
 The root of the tree follows `committed_len` cached rows. A slot is the index of a row in its sequence. Node i is row i of the plan and
 takes slot committed_len + i. If the tree has branches, each row attends to its ancestors through a mask. To commit a path, its rows are
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Commit(NamedTuple):
-    """The result of committing the path from the root to a node.
+class CommittedPath(NamedTuple):
+    """How the cache changes when the path from the root to a node is committed.
 
     Attributes:
-        block_table, committed_len: blocks and length of the sequence afterwards.
-        rows: the rows of the plan that are kept, from the root on.
-        moves: rows to move first, as (source slot, target slot), in order.
+        block_table, committed_len: block table and length of the sequence afterwards.
+        rows: the rows of the pass that are committed, from the root on.
+        moves: (source slot, target slot) of rows to copy, in this order.
     """
 
     block_table: Sequence[int]
@@ -41,7 +41,7 @@ class RowPlan:
         mask: [N, N], True = the row may attend to the other row; None = the tree is a chain, and rows attend to all earlier ones.
         fresh_blocks: blocks that were allocated for the pass.
         sequence_id: id of the sequence in its cache; 0 = it belongs to no cache.
-        num_prefill, pinned_len: see `KVCache.reserve`.
+        num_prefill_rows, pinned_len: see `KVCache.reserve_rows`.
     """
 
     parents: Sequence[int]
@@ -52,27 +52,27 @@ class RowPlan:
     mask: NDArray[np.bool_] | None = None
     fresh_blocks: tuple[int, ...] = ()
     sequence_id: int = 0
-    num_prefill: int = 1
+    num_prefill_rows: int = 1
     pinned_len: int | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.parents)
 
-    def commit(self, node: int) -> Commit:
-        """Return how the cache changes if the rows from the root to `node` are committed."""
+    def committed_path(self, node: int) -> CommittedPath:
+        """Return the path from the root to `node`, and where its rows are moved."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
         rows: Sequence[int] = range(node + 1) if self.mask is None else path_to(self.parents, node)
         new_len, moves = self.committed_len + len(rows), list[tuple[int, int]]()
         if self.mask is not None:
             moves = [(self.committed_len + row, self.committed_len + depth) for depth, row in enumerate(rows) if row != depth]
-        return Commit(self.block_table[: blocks_for(new_len, self.block_size)], new_len, rows, moves)
+        return CommittedPath(self.block_table[: num_blocks_for(new_len, self.block_size)], new_len, rows, moves)
 
 
-def blocks_for(num_slots: int, block_size: int) -> int:
-    """Return the number of blocks that hold `num_slots` rows."""
-    return -(-num_slots // block_size)
+def num_blocks_for(num_rows: int, block_size: int) -> int:
+    """Return the number of blocks that hold `num_rows` rows."""
+    return -(-num_rows // block_size)
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -95,27 +95,27 @@ def plan_rows(
     fresh_blocks: Sequence[int],
     block_size: int,
     sequence_id: int = 0,
-    num_prefill: int = 1,
+    num_prefill_rows: int = 1,
     pinned_len: int | None = None,
 ) -> RowPlan:
-    """Assign the nodes of a tree to rows after `committed_len` cached rows.
+    """Assign the nodes of a draft tree to rows after `committed_len` cached rows.
 
     Args:
         parents: parent of each node, parents[0] = -1 and parents[i] < i.
         block_table: the blocks of the committed rows.
         fresh_blocks: newly allocated blocks for the slots after those of `block_table`.
-        sequence_id, num_prefill, pinned_len: as in `RowPlan`.
+        sequence_id, num_prefill_rows, pinned_len: as in `RowPlan`.
     """
-    fresh, mask = tuple(fresh_blocks), None
+    fresh, mask, block_table = tuple(fresh_blocks), None, [*block_table, *fresh_blocks]
     positions: Sequence[int] = range(committed_len, committed_len + len(parents))
     if not is_chain(parents):
         mask = tree_mask(parents)
         positions = (committed_len - 1 + mask.sum(axis=1)).tolist()
-    return RowPlan(parents, committed_len, block_size, positions, [*block_table, *fresh], mask, fresh, sequence_id, num_prefill, pinned_len)
+    return RowPlan(parents, committed_len, block_size, positions, block_table, mask, fresh, sequence_id, num_prefill_rows, pinned_len)
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return [N, N], True where the node of the row attends to the node of the column: to itself and its ancestors."""
+    """Return [N, N]; element (i, j) is True if node i attends to node j, which is node i itself or one of its ancestors."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node in range(1, len(parents)):
         mask[node] |= mask[parents[node]]

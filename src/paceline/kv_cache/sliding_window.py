@@ -1,6 +1,6 @@
-"""A layer cache for layers with a sliding window. Blocks that the window has left are freed."""
+"""A layer cache for layers with a sliding window. Blocks that are wholly before the window are freed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
-from paceline.kv_cache.full_attention import PagedCache, Slot
-from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
+from paceline.kv_cache.full_attention import CopyPackedRow, PagedCache
+from paceline.kv_cache.row_plan import CommittedPath, RowPlan, num_blocks_for
 
 TRUNCATION_SLACK_ROWS = 128
-"""How many rows before the window are kept, so that a sequence can be truncated by as many rows."""
+"""How many rows before the window are kept. A sequence can be truncated by this many rows without losing rows of its window."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """The maximum load for which layers with a sliding window have enough blocks.
+    """The maximum load for which the caches of sliding windows have enough blocks.
 
     Attributes:
         max_sequences: maximum number of sequences that are longer than a window.
-        max_rows: maximum rows of a pass, and of all sequences that are shorter than a window together.
+        max_rows: maximum number of rows of a pass. All sequences that are shorter than a window also have at most this many rows together.
     """
 
     max_sequences: int
@@ -29,16 +29,16 @@ class PassLimits:
 
 
 def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, block_size: int) -> int:
-    """Return how many blocks layers with a window need if the cache has `num_blocks`; the same number if `limits` is None."""
+    """Return how many blocks a `SlidingWindowCache` needs next to a `KVCache` of `num_blocks`; without limits as many."""
     if limits is None:
         return num_blocks
-    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # + 2: the first and the last block may be partly used
-    return min(num_blocks, limits.max_sequences * (per_sequence + 1) + blocks_for(limits.max_rows, block_size))
+    per_sequence = num_blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # + 2: the first and the last block may be partly used
+    return min(num_blocks, limits.max_sequences * (per_sequence + 1) + num_blocks_for(limits.max_rows, block_size))
 
 
 @dataclass(slots=True)
 class _BlockTable:
-    """The blocks of one sequence, by index. The sequence owns the blocks in [first, end)."""
+    """The blocks of one sequence. It owns those with an index in [first, end); blocks before `first` have left the window."""
 
     first: int = 0
     end: int = 0
@@ -56,30 +56,30 @@ class SlidingWindowCache(PagedCache):
     """Keys and values of layers with the same sliding window. It has its own blocks, and its own block table for each sequence.
 
     Sequences with the same prefix share full blocks, which would be impossible with a ring buffer. A block is removed from a table before
-    it is freed, and added after it was allocated. So an interrupt may leak a block, but a block never has two uses.
+    it is freed, and added after it was allocated. So an interrupt may leak a block, but no block is freed while a table contains it.
 
     Args:
-        storage, copy_packed: as for `PagedCache`.
+        storage, copy_packed_row: as for `PagedCache`.
         window: number of rows that a row attends to, itself included.
         block_size: rows per block, as in the cache.
     """
 
-    def __init__(self, storage: Any, window: int, block_size: int, copy_packed: Callable[[Any, Slot, Slot], None] | None = None) -> None:
-        super().__init__(storage, copy_packed)
+    def __init__(self, storage: Any, window: int, block_size: int, copy_packed_row: CopyPackedRow | None = None) -> None:
+        super().__init__(storage, copy_packed_row)
         self.window = window
         self._size = block_size
         self.pool = BlockPool(storage.shape[1], block_size)
         self._tables: dict[int, _BlockTable] = {}
 
-    def table(self, sequence_id: int) -> NDArray[np.int32]:
+    def block_table(self, sequence_id: int) -> NDArray[np.int32]:
         """Return the block table of a sequence. Its entries before the window are invalid."""
         table = self._tables[sequence_id]
         return table.blocks[: table.end]
 
     def copy_block(self, source: int, target: int) -> None:
-        """Do nothing: these are blocks of the `KVCache`, but this layer cache has its own blocks."""
+        """Do nothing: `source` and `target` are blocks of the `KVCache`, whereas this layer cache has its own blocks."""
 
-    def reserve(self, plan: RowPlan) -> None:
+    def reserve_rows(self, plan: RowPlan) -> None:
         """Allocate the blocks of the plan.
 
         Raises:
@@ -90,21 +90,21 @@ class SlidingWindowCache(PagedCache):
         if missing > 0:
             table.append(self.pool.allocate(missing))
 
-    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+    def keep_path(self, plan: RowPlan, path: CommittedPath) -> None:
         table, size = self._tables[plan.sequence_id], self._size
         blocks = table.blocks
-        for source, target in commit.moves:
+        for source, target in path.moves:
             self.copy_row((int(blocks[source // size]), source % size), (int(blocks[target // size]), target % size))
-        self._truncate(table, blocks_for(commit.committed_len, size))
-        first = self._first_visible_block(commit.committed_len - TRUNCATION_SLACK_ROWS)
+        self._truncate(table, num_blocks_for(path.committed_len, size))
+        first = self._first_visible_block(path.committed_len - TRUNCATION_SLACK_ROWS)
         if first > table.first:
             dropped, table.first = table.blocks[table.first : first].tolist(), first
             self.pool.release(dropped)
 
-    def cancel(self, plan: RowPlan) -> None:
+    def drop_reserved_rows(self, plan: RowPlan) -> None:
         table = self._tables.get(plan.sequence_id)
         if table is not None:
-            self._truncate(table, blocks_for(plan.committed_len, self._size))
+            self._truncate(table, num_blocks_for(plan.committed_len, self._size))
 
     def can_truncate(self, sequence_id: int, length: int) -> bool:
         table = self._tables.get(sequence_id)
@@ -123,13 +123,13 @@ class SlidingWindowCache(PagedCache):
         if table is None or self._first_visible_block(length) < table.first:
             self._start_from_prefix(sequence_id, length // self._size, block_hashes)
             return
-        self._truncate(table, blocks_for(length, self._size))
+        self._truncate(table, num_blocks_for(length, self._size))
         if length % self._size:
             self._make_last_writable(table)
 
-    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
+    def register_prefix(self, sequence_id: int, first_index: int, block_hashes: Sequence[BlockHash]) -> None:
         table = self._tables[sequence_id]
-        for index, block_hash in enumerate(block_hashes, first):
+        for index, block_hash in enumerate(block_hashes, first_index):
             if table.first <= index < table.end:
                 self.pool.register(block_hash, int(table.blocks[index]))
 
@@ -138,7 +138,7 @@ class SlidingWindowCache(PagedCache):
         if block is not None:
             self.pool.unregister(block)
 
-    def release(self, sequence_id: int) -> None:
+    def release_sequence(self, sequence_id: int) -> None:
         table = self._tables.pop(sequence_id, None)
         if table is not None:
             self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # last block first, so that it is evicted first
@@ -155,7 +155,7 @@ class SlidingWindowCache(PagedCache):
 
     def _start_from_prefix(self, sequence_id: int, count: int, block_hashes: Sequence[BlockHash]) -> None:
         """Start a sequence with the first `count` blocks of a cached prefix."""
-        self.release(sequence_id)
+        self.release_sequence(sequence_id)
         if count == 0:
             return
         first = self._first_visible_block(count * self._size)
@@ -163,7 +163,7 @@ class SlidingWindowCache(PagedCache):
         blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find_block(block_hash)) is not None]
         if len(blocks) < count - first:
             raise RuntimeError("a sequence resumes after blocks that were evicted")
-        self.pool.share(blocks)
+        self.pool.add_owner(blocks)
         table.append(blocks)
         self._tables[sequence_id] = table
 

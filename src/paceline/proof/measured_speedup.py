@@ -95,7 +95,7 @@ def measure_speedups(llm: "LLM", prompts: Sequence[PromptLine] = ()) -> tuple[Me
 def _measure_prompts(llm: "LLM", prompts: Sequence[PromptLine]) -> tuple[MeasuredSpeedup, ...]:
     """Measure the user's prompts in a random order (files are often sorted), with the model's recommended sampling."""
     numbered = Random(0).sample(list(enumerate(prompts, 1)), min(len(prompts), _MAX_PROMPTS))
-    default = llm.sampling_defaults.fill_chat(SamplingParams(max_tokens=_ANSWER_TOKENS), ("max_tokens",))
+    default = llm.sampling_defaults.apply_chat_defaults(SamplingParams(max_tokens=_ANSWER_TOKENS), ("max_tokens",))
     reads_predictions = "prediction" in llm.drafter_name.split("+")
     requests: list[_Request] = []
     for number, line in numbered:

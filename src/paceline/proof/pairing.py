@@ -59,10 +59,10 @@ class PairCheck:
             "summary": self.summary,
             "notes": list(self.notes),
             "match": None if found is None else found.match.value,
-            "same_ids": None if found is None else found.coverage,
-            "shared_pieces": None if found is None else found.shared_pieces,
+            "same_ids": None if found is None else found.same_id_share,
+            "shared_pieces": None if found is None else found.shared_piece_share,
             "sample_coverage": None if found is None else found.sample_coverage,
-            "spellable": None if found is None else found.spellable,
+            "spellable": None if found is None else found.spellable_share,
             "first_difference": None if found is None or found.first_difference is None else list(found.first_difference),
         }
 

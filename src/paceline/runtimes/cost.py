@@ -209,7 +209,7 @@ class _TimedSequence:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cache.release(self._sequence)
+        self._cache.release_sequence(self._sequence)
         self._runtime.num_passes = self._num_passes
 
     def time(self, count: int) -> float:
@@ -217,7 +217,7 @@ class _TimedSequence:
         start = time.perf_counter()
         self._run(count)
         seconds = time.perf_counter() - start
-        self._cache.cancel(self._sequence)
+        self._cache.drop_reserved_rows(self._sequence)
         return seconds
 
     def extend_cache(self, num_rows: int, max_len: int) -> bool:
@@ -225,7 +225,7 @@ class _TimedSequence:
         layer_caches = [one for one in self._cache.layer_caches if isinstance(one, FullAttentionCache)]
         if len(layer_caches) != len(self._cache.layer_caches) or max_len < self._cached_len + num_rows:
             return False
-        plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
+        plan = self._cache.reserve_rows(self._sequence, range(-1, num_rows - 1), num_rows)
         for layer_cache in layer_caches:
             for block in plan.block_table[self._cached_len // plan.block_size :]:
                 layer_cache.fill_block(block)  # because memory that was never written is read too fast
@@ -233,6 +233,6 @@ class _TimedSequence:
         return True
 
     def _run(self, count: int, *, is_prefill: bool = False) -> None:
-        plan = self._cache.reserve(self._sequence, range(-1, count - 1), count if is_prefill or not self._with_logits else 1)
+        plan = self._cache.reserve_rows(self._sequence, range(-1, count - 1), count if is_prefill or not self._with_logits else 1)
         token_ids = [_TOKEN_STRIDE * (1 + row) % self._runtime.config.vocab_size for row in range(count)]
         self._runtime.forward(*assemble_pass([plan], [token_ids], [range(count) if self._with_logits else ()]))

@@ -237,7 +237,7 @@ def _build_torch_network(config: ModelConfig, weights: Weights, options: Runtime
 def _warm_up(network: Network) -> None:
     """Run one pass, so that the weights are in memory before the first request."""
     cache = network.new_cache(1)
-    network.forward(*assemble_pass([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
+    network.forward(*assemble_pass([cache.reserve_rows(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
 
 

@@ -71,7 +71,7 @@ def _decode(network: Network, token_ids: list[list[int]], pass_rows: Sequence[Se
 
 
 def _forward(network: Network, cache: KVCache, work: list[tuple[CachedSequence, list[int]]]) -> FloatArray:
-    plans = [cache.reserve(sequence, range(-1, len(tokens) - 1)) for sequence, tokens in work]
+    plans = [cache.reserve_rows(sequence, range(-1, len(tokens) - 1)) for sequence, tokens in work]
     tokens = [ids for _, ids in work]
     logits = network.forward(*assemble_pass(plans, tokens, [range(len(ids)) for ids in tokens])).logits.copy()
     for sequence, ids in work:

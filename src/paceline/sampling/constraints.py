@@ -43,17 +43,17 @@ class RepeatedNgrams:
     def commit(self, token_id: int) -> None:
         """Append a token to the output. O(size)."""
         if len(self._token_ids) >= self._num_before:
-            start = tuple(_last(self._token_ids, self._num_before))
+            start = tuple(_last_tokens(self._token_ids, self._num_before))
             self._followers.setdefault(start, array("q")).append(token_id)
         self._token_ids.append(token_id)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
         """Mask tokens that repeat an n-gram. O(len(path) * size + number of banned tokens)."""
         count = self._num_before
-        tail = [*_last(self._token_ids, count), *path]
+        tail = [*_last_tokens(self._token_ids, count), *path]
         if len(tail) < count:
             return
-        start = tuple(_last(tail, count))
+        start = tuple(_last_tokens(tail, count))
         followers = self._followers.get(start)
         if followers is not None:
             scores[np.frombuffer(followers, np.int64)] = -np.inf
@@ -79,18 +79,16 @@ class BadWords:
             count: {prefix: np.array(sorted(last_ids), np.int64) for prefix, last_ids in group.items()} for count, group in endings.items()
         }
         self._num_before = max(self._endings, default=0)
-        self._recent = _last(list(token_ids), self._num_before)
+        self._recent = _last_tokens(list(token_ids), self._num_before)
 
     def commit(self, token_id: int) -> None:
-        """Append a token to the output."""
-        self._recent = _last([*self._recent, token_id], self._num_before)
+        self._recent = _last_tokens([*self._recent, token_id], self._num_before)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Mask tokens that complete a bad word."""
         scores[self._single_ids] = -np.inf
-        tail = _last([*self._recent, *path], self._num_before)
+        tail = _last_tokens([*self._recent, *path], self._num_before)
         for count, endings in self._endings.items():
-            last_ids = endings.get(tuple(_last(tail, count)))
+            last_ids = endings.get(tuple(_last_tokens(tail, count)))
             if last_ids is not None:
                 scores[last_ids] = -np.inf
 
@@ -120,7 +118,7 @@ def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], S
 def _tokenizations(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
     bare_word = word.lstrip(" ") or word
     sequences = [tuple(encode(bare_word)), tuple(encode(" " + bare_word))]
-    # Some tokenizers add a space before every text. After a line break they tokenize the word without one.
+    # Some tokenizers add a space before every text, but not after a line break.
     line_break, line = tuple(encode("\n")), tuple(encode("\n" + bare_word))
     if line_break and line[: len(line_break)] == line_break:
         sequences.append(line[len(line_break) :])
@@ -141,7 +139,6 @@ class CustomProcessors:
         self._token_ids = [int(token_id) for token_id in token_ids]
 
     def commit(self, token_id: int) -> None:
-        """Append a token to the output."""
         self._token_ids.append(token_id)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
@@ -153,16 +150,16 @@ class CustomProcessors:
         for processor in self._processors:
             try:
                 returned = processor([*self._token_ids, *path], scores.copy())
-            except BaseException as error:  # whatever a user's code raises, only this request fails
+            except BaseException as error:  # no exception of a user's code may end other requests
                 if is_interrupt(error):
                     raise
                 raise _processor_error(processor, f"raised {type(error).__name__}: {error}") from error
-            if (problem := _problem_of(returned, len(scores))) is not None:
+            if (problem := _scores_problem(returned, len(scores))) is not None:
                 raise _processor_error(processor, f"returned {problem}")
             scores[:] = returned
 
 
-def _problem_of(scores: object, vocab_size: int) -> str | None:
+def _scores_problem(scores: object, vocab_size: int) -> str | None:
     if not isinstance(scores, np.ndarray):
         return f"{type(scores).__name__}; it must return the scores, a numpy array"
     if scores.shape != (vocab_size,):
@@ -180,5 +177,5 @@ def _processor_error(processor: CustomProcessor, problem: str) -> RequestError:
     return RequestError(f"processors: {name} {problem}", parameter="processors")
 
 
-def _last(token_ids: list[int], count: int) -> list[int]:
+def _last_tokens(token_ids: list[int], count: int) -> list[int]:
     return token_ids[max(0, len(token_ids) - count) :]

@@ -15,10 +15,10 @@ BitsArray = NDArray[np.uint32]
 KeyArray = NDArray[np.uint64]
 IdArray = NDArray[np.integer]
 
-_MASK = 0xFFFFFFFFFFFFFFFF
-_GAMMA = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
-_FACTOR_1 = 0xBF58476D1CE4E5B9
-_FACTOR_2 = 0x94D049BB133111EB
+_UINT64_MASK = 0xFFFFFFFFFFFFFFFF
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
+_MIX_FACTOR_1 = 0xBF58476D1CE4E5B9
+_MIX_FACTOR_2 = 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
@@ -40,9 +40,9 @@ def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> 
     Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. Each step is a bijection of every
     argument, so a change of a single argument always changes the key.
     """
-    state = _mix((seed + _GAMMA) & _MASK)
+    state = _mix((seed + _GOLDEN_GAMMA) & _UINT64_MASK)
     state = _mix(state ^ (sample_index << 8) ^ int(purpose))
-    return _mix(((state ^ position) + _GAMMA) & _MASK)
+    return _mix(((state ^ position) + _GOLDEN_GAMMA) & _UINT64_MASK)
 
 
 def _mix(state: Any) -> Any:
@@ -50,8 +50,8 @@ def _mix(state: Any) -> Any:
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants: Stafford's variant 13.
     """
-    state = ((state ^ (state >> 30)) * _FACTOR_1) & _MASK
-    state = ((state ^ (state >> 27)) * _FACTOR_2) & _MASK
+    state = ((state ^ (state >> 30)) * _MIX_FACTOR_1) & _UINT64_MASK
+    state = ((state ^ (state >> 27)) * _MIX_FACTOR_2) & _UINT64_MASK
     return state ^ (state >> 31)
 
 
@@ -59,7 +59,7 @@ def _mix(state: Any) -> Any:
 def _pair_offsets(vocab_size: int) -> KeyArray:
     """Return [ceil(V / 2)] numbers that are added to the key, one for each pair of ids. One 64-bit mix gives the bits of the ids 2i (low
     half) and 2i + 1 (high half)."""
-    offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
+    offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GOLDEN_GAMMA)
     offsets.flags.writeable = False
     return offsets
 
@@ -80,7 +80,7 @@ def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
         bits: BitsArray = state.astype("<u8", copy=False).view("<u4")[..., :token_ids]
         return bits
     ids = token_ids.astype(np.uint64)
-    state = _mix(keys + (ids >> 1) * np.uint64(_GAMMA))
+    state = _mix(keys + (ids >> 1) * np.uint64(_GOLDEN_GAMMA))
     halves: BitsArray = (state >> ((ids & 1) << 5)).astype(np.uint32)
     return halves
 
@@ -124,5 +124,5 @@ def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Pur
         index: number of the decision at this depth.
     """
     key = noise_key(int(seed), int(sample_index), first_position << 32 | depth, purpose)
-    bits: int = _mix((key + index * _GAMMA) & _MASK) >> 16
+    bits: int = _mix((key + index * _GOLDEN_GAMMA) & _UINT64_MASK) >> 16
     return (bits + 0.5) * 2.0**-48

@@ -14,7 +14,7 @@ from paceline.spelling import suggest_arguments
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # with lower temperatures float32 scores overflow for large logits; 0 is greedy
 MAX_LOGIT_CHANGE = 1e6  # limit of penalties and biases: far above any logit, far below the largest float32
-MAX_INT = 2**31 - 1
+MAX_INT = 2**31 - 1  # limit of integer parameters
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
 LOGPROBS_MODES = ("raw", "processed")
@@ -56,7 +56,7 @@ class SamplingParams:
         grammar: grammar that the output must match.
 
     Raises:
-        RequestError: a value has the wrong type or is out of range, or a name is unknown; `parameter` is the name.
+        RequestError: a value has the wrong type or is out of range, or a name is unknown; the error's `parameter` is the name.
     """
 
     max_tokens: int = 256
@@ -85,13 +85,13 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._set(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
-        self._set(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        self._set_fields(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
+        self._set_fields(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         limits = f"0 (greedy decoding) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
         temperature = _checked_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
         if 0.0 < temperature < MIN_TEMPERATURE:
-            _refuse("temperature", temperature, f"is out of range; it must be {limits}")
-        self._set(
+            _raise_error("temperature", temperature, f"is out of range; it must be {limits}")
+        self._set_fields(
             temperature=temperature,
             top_p=_checked_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
             repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
@@ -107,11 +107,11 @@ class SamplingParams:
         )
         for name in ("include_stop", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "must be true or false")
+                _raise_error(name, getattr(self, name), "must be true or false")
         self._check_output_options()
 
     def _check_output_options(self) -> None:
-        self._set(
+        self._set_fields(
             n=_checked_integer("n", self.n, 1, MAX_SAMPLES),
             logprobs=None if self.logprobs is None else _checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             prompt_logprobs=None
@@ -122,14 +122,14 @@ class SamplingParams:
             processors=_checked_processors(self.processors),
         )
         if self.n > 1 and self.is_greedy:
-            _refuse("n", self.n, "samples of a greedy request are all equal; set a temperature above 0, or n=1")
+            _raise_error("n", self.n, "samples of a greedy request are all equal; set a temperature above 0, or n=1")
         if self.logprobs_mode not in LOGPROBS_MODES:
-            _refuse("logprobs_mode", self.logprobs_mode, f"must be one of {', '.join(LOGPROBS_MODES)}")
+            _raise_error("logprobs_mode", self.logprobs_mode, f"must be one of {', '.join(LOGPROBS_MODES)}")
         grammar: object = self.grammar
         if not isinstance(grammar, Grammar | None):
-            _refuse("grammar", grammar, "is not a Grammar; make one, such as Grammar.regex(...)")
+            _raise_error("grammar", grammar, "is not a Grammar; make one, such as Grammar.regex(...)")
 
-    def _set(self, **values: object) -> None:
+    def _set_fields(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -139,7 +139,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def truncates(self) -> bool:
+    def has_truncation(self) -> bool:
         """Whether top-k, top-p or min-p can exclude tokens."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
@@ -147,17 +147,18 @@ class SamplingParams:
         """Check that all token ids are in the target's vocabulary.
 
         Raises:
-            RequestError: an id is not below `vocab_size`; `parameter` is the name of its parameter.
+            RequestError: an id is not below `vocab_size`; the error's `parameter` is the sampling parameter that contains the id.
         """
-        named: dict[str, Iterable[int]] = {name: getattr(self, name) for name in ("logit_bias", "banned_token_ids", "stop_token_ids")}
-        named["bad_words"] = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
-        for name, token_ids in named.items():
+        names = ("logit_bias", "banned_token_ids", "stop_token_ids")
+        ids_by_parameter: dict[str, Iterable[int]] = {name: getattr(self, name) for name in names}
+        ids_by_parameter["bad_words"] = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
+        for name, token_ids in ids_by_parameter.items():
             largest = max(token_ids, default=-1)
             if largest >= vocab_size:
-                _refuse(name, largest, f"is not a token id of this model; ids are in [0, {vocab_size - 1}]")
+                _raise_error(name, largest, f"is not a token id of this model; ids are in [0, {vocab_size - 1}]")
 
 
-SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
+SAMPLING_PARAM_NAMES = tuple(one.name for one in fields(SamplingParams))
 SamplingParams.__init__ = suggest_arguments("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
@@ -166,7 +167,7 @@ def resolve_seed(params: SamplingParams) -> int:
     return secrets.randbits(63) if params.seed is None else params.seed
 
 
-def _refuse(name: str, value: object, reason: str) -> None:
+def _raise_error(name: str, value: object, reason: str) -> None:
     raise RequestError(f"{name}: {value!r} {reason}", parameter=name)
 
 
@@ -174,7 +175,7 @@ def _checked_integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}: {value!r} is not an integer", parameter=name)
     if not low <= int(value) <= high:
-        _refuse(name, value, f"is out of range; it must be in [{low}, {high}]")
+        _raise_error(name, value, f"is out of range; it must be in [{low}, {high}]")
     return int(value)
 
 
@@ -186,7 +187,7 @@ def _checked_number(name: str, value: object, low: float, high: float, limits: s
     except OverflowError:  # the integer is larger than every float
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
-        _refuse(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")
+        _raise_error(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")
     return number
 
 
@@ -198,7 +199,7 @@ def _checked_ids(name: str, value: object) -> tuple[int, ...]:
 
 def _checked_id(name: str, value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, Integral) and not 0 <= int(value) <= MAX_INT:
-        _refuse(name, value, "is not a token id of any model")
+        _raise_error(name, value, "is not a token id of any model")
     return _checked_integer(name, value, 0, MAX_INT)
 
 
@@ -217,7 +218,7 @@ def _checked_stop(value: object) -> tuple[str, ...]:
         raise RequestError(f"stop: {value!r} is neither a string nor a list of strings", parameter="stop")
     for text in texts:
         if not isinstance(text, str) or not text:
-            _refuse("stop", text, "cannot end the output; every stop must be a non-empty string")
+            _raise_error("stop", text, "cannot end the output; every stop must be a non-empty string")
     return tuple(texts)
 
 
@@ -227,7 +228,7 @@ def _checked_bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
         raise RequestError(f"bad_words: {value!r} is not a list of texts or token sequences", parameter="bad_words")
     for word in words:
         if isinstance(word, Integral) or not hasattr(word, "__len__") or len(word) == 0:
-            _refuse("bad_words", word, "is not a bad word; give non-empty texts or lists of token ids")
+            _raise_error("bad_words", word, "is not a bad word; give non-empty texts or lists of token ids")
     return tuple(word if isinstance(word, str) else _checked_ids("bad_words", word) for word in words)
 
 
@@ -236,5 +237,5 @@ def _checked_processors(value: object) -> tuple[CustomProcessor, ...]:
         raise RequestError(f"processors: {value!r} is not a list of callables", parameter="processors")
     for processor in value:
         if not callable(processor):
-            _refuse("processors", processor, "is not callable; give functions of (token_ids, scores) that return scores")
+            _raise_error("processors", processor, "is not callable; give functions of (token_ids, scores) that return scores")
     return tuple(value)

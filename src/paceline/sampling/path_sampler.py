@@ -1,4 +1,4 @@
-"""Interface of the compiled sampler, which samples the draft trees of all requests of a step in one call.
+"""Interface of the compiled sampler, a C kernel, which samples the draft trees of all requests of a step in one call.
 
 It samples exactly the tokens that `LogitsProcessor.process` and `draw` define, for requests whose logits are changed only by temperature,
 top-k, top-p and min-p. It sums in float32. If rounding could change the result, it returns None for the whole tree, which is then sampled
@@ -29,15 +29,15 @@ class LogitsView(NamedTuple):
 
 
 class PathSampler(Protocol):
-    """The compiled sampling parameters of one request."""
+    """Sampling parameters of one request, in the form that the compiled sampler reads."""
 
     @property
-    def batch(self) -> "BatchPathSampler":
-        """The sampler that all requests of the model share."""
+    def batch_sampler(self) -> "BatchPathSampler":
+        """The sampler that samples several requests of this model in one call."""
 
 
 class PathRequest(NamedTuple):
-    """One tree to sample."""
+    """One draft tree to sample, with its request's parameters and random seed."""
 
     sampler: PathSampler  # compiled sampling parameters of the request
     token_ids: Sequence[int]  # [N] tokens and parents as in `DraftTree`
@@ -49,7 +49,7 @@ class PathRequest(NamedTuple):
 
 
 class BatchPathSampler(Protocol):
-    """Samples several requests of one model at once."""
+    """Samples the draft trees of several requests of one model in one call."""
 
     def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
         """Return each request's sampled path, in order; None if rounding could change the result for a tree."""
@@ -57,14 +57,14 @@ class BatchPathSampler(Protocol):
 
 def sample_paths(requests: Sequence[PathRequest | None], view: LogitsView) -> list[SampledPath | None]:
     """Sample the trees of a step's requests in one call. The result is None for a request that is None."""
-    given = [request for request in requests if request is not None]
-    if not given:
+    present = [request for request in requests if request is not None]
+    if not present:
         return [None] * len(requests)
-    paths = iter(given[0].sampler.batch.sample(given, view))
+    paths = iter(present[0].sampler.batch_sampler.sample(present, view))
     return [None if request is None else next(paths) for request in requests]
 
 
 def sample_row(sampler: PathSampler, row: LogitsArray, seed: int, sample_index: int, position: int) -> int | None:
     """Sample the token of one row [V]; None if rounding could change the result."""
-    [path] = sampler.batch.sample([PathRequest(sampler, (0,), (-1,), seed, sample_index, position)], LogitsView(row[None]))
+    [path] = sampler.batch_sampler.sample([PathRequest(sampler, (0,), (-1,), seed, sample_index, position)], LogitsView(row[None]))
     return None if path is None else path.token_ids[0]

@@ -1,7 +1,7 @@
 """Turns logits into the distribution of the next token, for plain steps, verification and drafting alike.
 
 Order: logit bias, repetition penalty, presence and frequency penalties, no_repeat_ngram, bad words, banned tokens, min_tokens, custom
-processors, grammar; then temperature, top-k, top-p, min-p. Greedy requests stop before temperature.
+processors, grammar; then, unless the request is greedy, temperature, top-k, top-p, min-p.
 """
 
 import math
@@ -58,7 +58,7 @@ class LogitsProcessor:
 
     Args:
         params: sampling parameters of the request.
-        vocab_size: V of the rows.
+        vocab_size: number of logits in a row.
         prompt_token_ids: prompt, to which the repetition penalty, repeated n-grams, bad words and custom processors apply as well.
         eos_token_ids: ids that are banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
         grammar: matcher of `params.grammar`.
@@ -96,26 +96,26 @@ class LogitsProcessor:
         # The state below is created only if a parameter needs it, because updating it takes time for each token.
         penalises_seen, has_ngrams = params.repetition_penalty != 1.0, params.no_repeat_ngram_size > 0
         prompt_ids = _distinct_ids(prompt_token_ids, vocab_size) if penalises_seen or has_ngrams else None
-        self._seen = TokenCounts(prompt_ids) if penalises_seen else None
-        self._generated = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
-        self._counts = [counts for counts in (self._seen, self._generated) if counts is not None]
+        self._seen_counts = TokenCounts(prompt_ids) if penalises_seen else None
+        self._output_counts = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
+        self._counts = [counts for counts in (self._seen_counts, self._output_counts) if counts is not None]
         self._commits: list[Callable[[int], None]] = [counts.add for counts in self._counts]
         self._masks: list[tuple[str, _Mask]] = []  # masks by parameter name, in the order in which they apply
         if has_ngrams:
-            self._add("no_repeat_ngram_size", RepeatedNgrams(params.no_repeat_ngram_size, prompt_token_ids))
+            self._add_constraint("no_repeat_ngram_size", RepeatedNgrams(params.no_repeat_ngram_size, prompt_token_ids))
         if words := _bad_word_sequences(params, bad_word_ids, vocab_size):
-            self._add("bad_words", BadWords(words, prompt_token_ids))
+            self._add_constraint("bad_words", BadWords(words, prompt_token_ids))
         if self._banned_ids.size:
             self._masks.append(("banned_token_ids", self._mask_banned))
         if self._min_tokens:
             self._masks.append(("min_tokens", self._mask_end_tokens))
         if params.processors:
-            self._add("processors", CustomProcessors(params.processors, prompt_token_ids))
+            self._add_constraint("processors", CustomProcessors(params.processors, prompt_token_ids))
         if grammar is not None:
-            self._add("grammar", grammar)
+            self._add_constraint("grammar", grammar)
         self._edits_every_row = bool(params.logit_bias or self._counts or any(name != "min_tokens" for name, _ in self._masks))
 
-    def _add(self, name: str, constraint: Constraint) -> None:
+    def _add_constraint(self, name: str, constraint: Constraint) -> None:
         self._masks.append((name, constraint.mask))
         self._commits.append(constraint.commit)
 
@@ -132,24 +132,24 @@ class LogitsProcessor:
 
     @property
     def leaves_logits_unchanged(self) -> bool:
-        """Whether `edit` leaves the rows after the committed output unchanged, so that only temperature, top-k, top-p and min-p apply."""
+        """Whether only temperature, top-k, top-p and min-p apply to the rows after the committed output."""
         return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
 
     @property
     def path_sampler(self) -> PathSampler | None:
-        """The compiled sampler for rows after the committed output; None if `edit` changes these rows or there is no such sampler."""
+        """The compiled sampler for rows after the committed output; None if it is missing or `edit_logits` changes these rows."""
         return self._path_sampler if self.leaves_logits_unchanged else None
 
     @property
-    def only_scales(self) -> bool:
-        """Whether nothing but the temperature applies to the rows after the committed output."""
-        return self.leaves_logits_unchanged and not self._params.truncates
+    def only_applies_temperature(self) -> bool:
+        """Whether temperature is the only parameter that changes the rows after the committed output."""
+        return self.leaves_logits_unchanged and not self._params.has_truncation
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution of the token after prompt + committed output + `path`; arguments and errors as for `edit`."""
-        return self.edit(logits, path).distribution()
+        """Return the distribution of the token after prompt + committed output + `path`; arguments and errors as for `edit_logits`."""
+        return self.edit_logits(logits, path).distribution()
 
-    def edit(self, logits: ScoreArray, path: Sequence[int] = ()) -> EditedRow:
+    def edit_logits(self, logits: ScoreArray, path: Sequence[int] = ()) -> EditedRow:
         """Apply all processors that run before temperature.
 
         Args:
@@ -163,10 +163,10 @@ class LogitsProcessor:
         max_logit = _checked_max(logits)
         if self._edits_every_row or self.num_output_tokens + len(path) < self._min_tokens:
             logits = logits.copy()
-            max_logit = self._edit(logits, path)
+            max_logit = self._edit_in_place(logits, path)
         return EditedRow(logits, max_logit, self._params, self._path_sampler)
 
-    def _edit(self, scores: ScoreArray, path: Sequence[int]) -> np.float32:
+    def _edit_in_place(self, scores: ScoreArray, path: Sequence[int]) -> np.float32:
         """Apply penalties, biases and masks to a row in place; return its largest score."""
         if self._bias_ids.size:
             scores[self._bias_ids] += self._bias
@@ -184,14 +184,14 @@ class LogitsProcessor:
         for counts in self._counts:
             counts.extend(path)
         try:
-            if self._seen is not None:
+            if self._seen_counts is not None:
                 # Keskar et al. 2019 (arXiv:1909.05858), section 4.1; negative scores are multiplied, as in transformers.
-                seen, penalty = scores[self._seen.token_ids], np.float32(self._params.repetition_penalty)
-                scores[self._seen.token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
-            if self._generated is not None:
+                seen, penalty = scores[self._seen_counts.token_ids], np.float32(self._params.repetition_penalty)
+                scores[self._seen_counts.token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+            if self._output_counts is not None:
                 # Penalties are computed from total counts and subtracted once: rounding is then the same for draft and committed tokens.
-                total = self._generated.counts * np.float32(self._params.frequency_penalty)
-                scores[self._generated.token_ids] -= total + np.float32(self._params.presence_penalty)
+                total = self._output_counts.counts * np.float32(self._params.frequency_penalty)
+                scores[self._output_counts.token_ids] -= total + np.float32(self._params.presence_penalty)
         finally:
             for counts in self._counts:
                 counts.drop_last(path)
@@ -252,7 +252,6 @@ class TokenCounts:
         self._counts[slot] += 1.0
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Count several tokens."""
         for token_id in token_ids:
             self.add(token_id)
 
@@ -262,7 +261,7 @@ class TokenCounts:
             slot = self._slots[token_id]
             self._counts[slot] -= 1.0
             if self._counts[slot] == 0.0:
-                # Ids are removed in the reverse order, so a token whose count returns to 0 has the newest slot.
+                # Ids are removed in reverse order, so an id whose count returns to 0 is the last one in the arrays.
                 del self._slots[token_id]
                 self._size -= 1
 
@@ -279,9 +278,9 @@ def _bad_word_sequences(params: SamplingParams, bad_word_ids: Sequence[Sequence[
 def _checked_max(logits: ScoreArray) -> np.float32:
     max_logit: np.float32 = logits.max()  # NaN if any logit is NaN
     if not math.isfinite(max_logit):
-        found = "NaN" if np.isnan(max_logit) else str(max_logit)
+        value = "NaN" if np.isnan(max_logit) else str(max_logit)
         raise CheckpointError(
-            f"the target produced {found} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "
+            f"the target produced {value} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "
             "precision; verify the checkpoint's files or load it with a wider dtype or kv_cache_dtype"
         )
     return max_logit

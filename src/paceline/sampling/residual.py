@@ -31,12 +31,12 @@ class TokenProbs:
         return cls(distribution.probs(), distribution.token_ids)
 
     @property
-    def vocab_size(self) -> int:
+    def min_vocab_size(self) -> int:
         """The smallest vocabulary size that includes all listed ids."""
         return len(self.probs) if self.token_ids is None else int(self.token_ids[-1]) + 1
 
     def is_valid(self) -> bool:
-        """Return whether `probs` are probabilities that sum to 1 and `token_ids` are as many ascending ids, each once."""
+        """Return whether `probs` are probabilities that sum to 1, and `token_ids` has one id for each, strictly ascending."""
         probs, ids = self.probs, self.token_ids
         if probs.ndim != 1 or not probs.min() >= 0 or not abs(probs.sum() - 1) < 1e-6:
             return False
@@ -52,15 +52,15 @@ class TokenProbs:
         index = self._index_of(token_id)
         return 0 if index is None else self.probs[index]
 
-    def at_ids_of(self, other: "TokenProbs") -> ProbArray:
+    def probs_at_ids_of(self, other: "TokenProbs") -> ProbArray:
         """Return [M of other] the probabilities of the ids that `other` lists."""
         dense = self.probs
-        if self.token_ids is not None or other.vocab_size > len(dense):
-            dense = np.zeros(max(self.vocab_size, other.vocab_size), self.probs.dtype)
+        if self.token_ids is not None or other.min_vocab_size > len(dense):
+            dense = np.zeros(max(self.min_vocab_size, other.min_vocab_size), self.probs.dtype)
             dense[slice(len(self.probs)) if self.token_ids is None else self.token_ids] = self.probs
         return dense[: len(other.probs)] if other.token_ids is None else dense[other.token_ids]
 
-    def without(self, token_id: int) -> "TokenProbs | None":
+    def without_token(self, token_id: int) -> "TokenProbs | None":
         """Return the distribution without `token_id`, normalised; None if no other token has a probability above 0."""
         values = self.probs.copy()
         index = self._index_of(token_id)
@@ -69,7 +69,7 @@ class TokenProbs:
         total = values.sum()
         return TokenProbs(values / total, self.token_ids) if total > 0 else None
 
-    def token_at(self, quantile: float) -> int:
+    def token_at_quantile(self, quantile: float) -> int:
         """Return the token at a quantile in (0, 1) of the cumulative distribution over ascending ids; never a token of probability 0."""
         cumulative = np.cumsum(self.probs)
         index = int(np.searchsorted(cumulative, quantile * cumulative[-1], side="right"))
@@ -85,13 +85,13 @@ class TokenProbs:
 def acceptance_ratio(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
     """Return target_prob / draft_prob of a draft token. Its minimum with 1 is the probability that the token is accepted."""
     draft_prob = draft.prob(token_id)
-    with np.errstate(over="ignore"):  # next to a denormal probability the ratio is infinite, and its minimum with 1 exact
+    with np.errstate(over="ignore"):  # dividing by a denormal gives infinity, whose minimum with 1 is exact
         return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot sample is never accepted
 
 
 def excess(target: TokenProbs, draft: TokenProbs, ratio: float = 1) -> ProbArray:
     """Return [M of target] max(ratio * target_probs - draft_probs, 0), not normalised."""
-    values: Any = np.maximum(ratio * target.probs - draft.at_ids_of(target), 0)
+    values: Any = np.maximum(ratio * target.probs - draft.probs_at_ids_of(target), 0)
     return np.asarray(values)
 
 
@@ -129,6 +129,6 @@ def draw_distinct(probs: TokenProbs, count: int, seed: int, sample_index: int, f
     tokens: list[int] = []
     remaining: TokenProbs | None = probs
     while remaining is not None:
-        tokens.append(remaining.token_at(step_uniform(seed, sample_index, first_position, Purpose.DRAFT, depth, len(tokens))))
-        remaining = remaining.without(tokens[-1]) if len(tokens) < count else None
+        tokens.append(remaining.token_at_quantile(step_uniform(seed, sample_index, first_position, Purpose.DRAFT, depth, len(tokens))))
+        remaining = remaining.without_token(tokens[-1]) if len(tokens) < count else None
     return tokens

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.sampling.draw import ScoreArray
 from paceline.sampling.params import SamplingParams
 
-TOP_N = 8
+SUPPORT_TOP_N = 8
 """Number of most probable tokens from which a row's support is computed."""
 
 _BLOCKS_PER_TOKEN, _MIN_BLOCKS = 16, 128  # more blocks make the bound of `top_n` tighter, fewer make it cheaper
@@ -56,7 +56,7 @@ def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: fl
 def _top_p(scores: ScoreArray, weights: ScoreArray, max_score: np.float32, top_p: float) -> NDArray[np.int64]:
     """Return the indices that top-p keeps, ascending."""
     total = float(weights.sum())
-    # All scores below `floor` together weigh less than the share that top-p excludes, so the others suffice, except for rounding.
+    # All scores below `floor` together weigh less than what top-p excludes. Unless rounding interferes, only the others need sorting.
     floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))
     for candidates in (scores[scores >= floor], scores):
         descending = np.sort(candidates)[::-1]
@@ -88,18 +88,18 @@ def top_n(scores: ScoreArray, count: int) -> NDArray[np.intp]:
 
 
 def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[NDArray[np.intp], list[float]]:
-    """Find up to `count` of the most probable tokens that are kept by top-k, top-p and min-p, and estimate their probabilities then.
+    """Find up to `count` of the most probable tokens that are kept by top-k, top-p and min-p, and estimate their probabilities.
 
     Args:
         scores: [M] logits divided by the temperature.
 
     Returns:
-        the indices of these tokens, as from `top_n`, and their probabilities.
+        the indices of these tokens, as from `top_n`, and their probabilities after truncation.
     """
-    best = top_n(scores, max(count, TOP_N) if params.truncates else count)
+    best = top_n(scores, max(count, SUPPORT_TOP_N) if params.has_truncation else count)
     max_score = scores[best[0]]
     probs: list[float] = (np.exp(scores[best] - max_score) / np.exp(scores - max_score).sum()).tolist()
-    if params.truncates:
+    if params.has_truncation:
         support = support_of(params, probs)
         kept = min(count, support.count)
         best, probs = best[:kept], [prob / support.mass if support.is_all else prob for prob in probs[:kept]]

@@ -378,7 +378,7 @@ def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCom
 
 def _compile_error(grammar: Grammar, compiler: GrammarCompiler) -> RequestError | None:
     try:
-        compiler.matcher(grammar)
+        compiler.new_matcher(grammar)
     except RequestError as error:
         return error
     return None

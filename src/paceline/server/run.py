@@ -78,7 +78,7 @@ def _pool(
         defaults = engine.loaded.sampling_defaults
         print_line(engine.loaded.banner)
         if engine.loaded.input_processor.tokenizer.has_chat_template:
-            print_line(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+            print_line(f"{defaults.describe(defaults.apply_chat_defaults(SamplingParams(), ()))}, where a conversation leaves it open")
         else:
             print_line("the model has no chat template: texts are completed (/v1/completions, /api/generate), messages are refused")
         print_line(engine.loaded.cache_banner)

@@ -243,14 +243,14 @@ def reserve_rows(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
         for rows in batch:
             sequence = rows.request.cached_sequence
             try:
-                rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
+                rows.row_plan = cache.reserve_rows(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
                 _shrink_reserved_drafts(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root_node)))
                 _shrink_draft(rows, cache, cache.pool.num_free)
-                rows.row_plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
+                rows.row_plan = cache.reserve_rows(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
         for rows in batch:
-            cache.cancel(rows.request.cached_sequence)
+            cache.drop_reserved_rows(rows.request.cached_sequence)
         raise
     return [rows.row_plan for rows in batch if rows.row_plan is not None]
 
@@ -261,9 +261,9 @@ def _shrink_reserved_drafts(batch: Sequence[RequestRows], cache: KVCache, num_bl
         if cache.pool.num_free >= num_blocks:
             return
         if rows.row_plan is not None and rows.num_draft_tokens > 0:
-            cache.cancel(rows.request.cached_sequence)
+            cache.drop_reserved_rows(rows.request.cached_sequence)
             _shrink_draft(rows, cache, cache.pool.num_free - num_blocks)
-            rows.row_plan = cache.reserve(rows.request.cached_sequence, rows.parents, rows.num_new_tokens)
+            rows.row_plan = cache.reserve_rows(rows.request.cached_sequence, rows.parents, rows.num_new_tokens)
 
 
 def _shrink_draft(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:

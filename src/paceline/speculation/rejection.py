@@ -46,7 +46,7 @@ class StepRandomness:
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
         """Sample the token after a node at `depth`."""
-        return probs.token_at(step_uniform(*self._key, Purpose.RESIDUAL, depth))
+        return probs.token_at_quantile(step_uniform(*self._key, Purpose.RESIDUAL, depth))
 
 
 def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
@@ -119,7 +119,7 @@ class RejectionSampler:
             if self._randomness.accepts(acceptance_ratio(target, draft, token), depth, index):
                 return self._append_token(token, child)
             target = residual(target, excess(target, draft))
-            draft = draft.without(token)
+            draft = draft.without_token(token)
         return self._append_token(self._randomness.draw(target, depth), None)
 
     def _verify_block(self, length: int) -> int | None:

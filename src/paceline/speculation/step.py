@@ -75,7 +75,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         output = speculator.forward(target, arguments)
     except BaseException as error:
         for rows in batch:
-            cache.cancel(rows.request.cached_sequence)
+            cache.drop_reserved_rows(rows.request.cached_sequence)
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
@@ -121,9 +121,9 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     """Finish a request with an error. If its logits were NaN or infinite, its rows are removed from the prefix cache."""
-    cache.cancel(request.cached_sequence)
+    cache.drop_reserved_rows(request.cached_sequence)
     if isinstance(error, CheckpointError):
-        cache.evict(request.cached_sequence)
+        cache.unregister_prefix(request.cached_sequence)
         if request.adapter is not None:
             error = CheckpointError(f"with the adapter {request.adapter!r}, whose values may be too large, {error}")
     request.fail(error)

@@ -41,7 +41,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
     accepted, token_ids = list[int](), list[int]()
     while True:
         try:
-            edited = request.processor.edit(logits[node], token_ids)
+            edited = request.processor.edit_logits(logits[node], token_ids)
             token = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(token_ids))
         except BaseException as error:
             if not accepted or is_interrupt(error):

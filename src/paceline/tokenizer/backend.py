@@ -1,6 +1,6 @@
-"""Tokenizers of the tokenizers library, whose failures are raised as our errors.
+"""Wraps tokenizers of the tokenizers library, to convert their failures to paceline's errors.
 
-The library does not document its exceptions. It raises exceptions of many types, and panics in its Rust code.
+The library's exceptions are not documented, and of many types; its Rust code can panic, too.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,18 +12,18 @@ from tokenizers import Tokenizer
 
 from paceline.errors import CheckpointError, RequestError, convert_library_errors, is_interrupt, summarize_error
 
-SPARE_IDS = 1 << 16
-"""In a vocabulary of N tokens, ids must be below 2 N + this number."""
+MAX_UNUSED_IDS = 1 << 16
+"""In a vocabulary of N tokens, ids must be below 2 N + MAX_UNUSED_IDS."""
 _MAX_IDS_WITH_GIL = 4096  # above, `decode_batch` is used: `decode` holds the GIL, for 0.26 s with 700,000 ids
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """A tokenizer built from another file than tokenizer.json, with the attributes of a transformers tokenizer that are used.
+class ConvertedTokenizer:
+    """A tokenizer built from a file other than tokenizer.json. Has those attributes of a transformers tokenizer that paceline uses.
 
     Attributes:
         backend_tokenizer: the tokenizer, which also adds the BOS and EOS ids if the file requires them.
-        special_tokens_map: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, as far as the file has them.
+        special_tokens_map: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, if the file has them.
         chat_template: Jinja sources by name; the main one is "default". Empty if the file has none.
         end_token_ids: ids that end an answer, in ascending order; empty if the file does not list them.
         notice: message to the user; None = no message.
@@ -64,7 +64,7 @@ class TokenizerBackend:
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_token_ids(self.vocabulary.values())
-        self.has_byte_pieces = "<0x41>" in self.vocabulary and library.decoder is not None and self.join(["<0x41>"]) == "A"
+        self.has_byte_pieces = "<0x41>" in self.vocabulary and library.decoder is not None and self.decode_pieces(["<0x41>"]) == "A"
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids, as the tokenizers library decodes them."""
@@ -75,7 +75,7 @@ class TokenizerBackend:
         text: str = _call(task, self._library.decode, ids, **options)
         return text
 
-    def join(self, pieces: Sequence[str]) -> str:
+    def decode_pieces(self, pieces: Sequence[str]) -> str:
         """Return the text of consecutive pieces."""
         text: str = _call("decode its pieces", self._library.decoder.decode, list(pieces))
         return text
@@ -86,34 +86,35 @@ class TokenizerBackend:
         return piece
 
     def to_json(self) -> str:
-        """Return the text of a tokenizer.json, with all tokens added after loading."""
+        """Return the text of a tokenizer.json, including tokens that were added after loading."""
         text: str = _call("be written as JSON", _library_json, self._library)
         return text
 
 
 def check_token_ids(ids: Collection[int]) -> None:
-    """Check that no id is much larger than the number of ids, because arrays with an item for each id up to the largest are allocated.
+    """Check that no id is much larger than the number of ids, because arrays are allocated up to the largest id.
 
     Raises:
         CheckpointError: there are no ids, or one is too large.
     """
     if not ids:
         raise CheckpointError("this tokenizer has no tokens; download it again")
-    largest, limit = max(ids), 2 * len(ids) + SPARE_IDS
+    largest, limit = max(ids), 2 * len(ids) + MAX_UNUSED_IDS
     if largest >= limit:
         raise CheckpointError(f"this tokenizer has {len(ids)} tokens and an id {largest}, expected ids below {limit}; download it again")
 
 
 def _disable_word_cache(model: Any) -> None:
-    """Switch off the BPE model's cache of words: the library (0.23) keeps one for each thread until the thread ends, even if the tokenizer
-    is freed before: 2.8 MB at every load of Gemma 3 after 60,000 characters. Without the cache, encoding takes 1.3 times as long.
+    """Switch off the BPE model's cache of words, without which encoding takes 1.3 times as long.
+
+    The library (0.23) frees it only when the thread ends: after 60,000 characters, each load of Gemma 3 would leak 2.8 MB.
     """
     if hasattr(model, "_resize_cache"):
         model._resize_cache(0)
 
 
 def _library_json(library: Any) -> Any:
-    if library.padding is not None or library.truncation is not None:  # settings of a call, not of the file
+    if library.padding is not None or library.truncation is not None:  # set by calls, not read from a file
         library = copy(library)
         library.no_padding()
         library.no_truncation()
@@ -121,7 +122,7 @@ def _library_json(library: Any) -> Any:
 
 
 def _call(task: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function of the library. Raise its failure as a RequestError: the tokenizer cannot do `task`."""
+    """Call a function of the library; convert exceptions to a RequestError that the tokenizer cannot `task`."""
     try:
         return function(*arguments, **options)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Byte-level BPE: how texts are split into words, the order of merges, and the tokenizer that is built of them."""
+"""Builds byte-level BPE tokenizers: rules that split text into words (pre-tokenization), and the order of merges."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 _MAX_MERGED_CHARACTERS = 1024
-_MAX_MERGE_WORK = 1 << 28  # limit for the sum of squared piece lengths, to which the time to derive merges is proportional
+_MAX_MERGE_WORK = 1 << 28  # maximum sum of squared piece lengths: `derive_merges` takes time proportional to it
 
 
 def _byte_characters() -> dict[int, str]:
@@ -22,10 +22,10 @@ BYTE_CHARACTERS = _byte_characters()
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How byte-level BPE splits text into words before merging.
+    """How byte-level BPE splits text into words before merging: the pre-tokenizer.
 
     Attributes:
-        patterns: regular expressions (Oniguruma). Each splits the parts from the previous one into its matches and the text between them.
+        patterns: regular expressions (Oniguruma). Each splits the parts that the previous one made into its matches and the text between.
         ignore_merges: whether a word that is in the vocabulary becomes one token without applying merges.
         add_bos: whether a BOS id is added before a text, unless the file specifies it.
         is_nfc: whether text is first normalised to Unicode NFC.
@@ -37,23 +37,23 @@ class SplitRule:
     is_nfc: bool = False
 
 
-_SUFFIXES = "'s|'t|'re|'ve|'m|'ll|'d"
+_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = _SUFFIXES + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_ANY_CASE = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-_LLAMA3 = _ANY_CASE + r"\p{N}{1,3}" + _OTHERS
-_QWEN2 = _ANY_CASE + r"\p{N}" + _OTHERS
-_QWEN35 = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
-# _LOWER: any number of upper-case letters, then at least one lower-case letter. _UPPER: at least one upper-case letter, then lower-case.
-_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
-_TEKKEN = rf"{_LOWER}|{_UPPER}|\p{{N}}{_SLASHES}"
-_O200K = rf"{_LOWER}(?i:{_SUFFIXES})?|{_UPPER}(?i:{_SUFFIXES})?|\p{{N}}{{1,3}}{_SLASHES}"
+_GPT2 = _CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_CONTRACTIONS_AND_WORDS = f"(?i:{_CONTRACTIONS})" + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SYMBOLS_AND_WHITESPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_LLAMA3 = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SYMBOLS_AND_WHITESPACE
+_QWEN2 = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SYMBOLS_AND_WHITESPACE
+_QWEN35 = f"(?i:{_CONTRACTIONS})" + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
+# Upper-case letters then lower-case letters: _LOWER_CASE_WORD has at least one lower-case letter, _UPPER_CASE_WORD one upper-case letter.
+_LOWER_CASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER_CASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_SYMBOLS_SLASHES_AND_WHITESPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+_TEKKEN = rf"{_LOWER_CASE_WORD}|{_UPPER_CASE_WORD}|\p{{N}}{_SYMBOLS_SLASHES_AND_WHITESPACE}"
+_O200K = rf"{_LOWER_CASE_WORD}(?i:{_CONTRACTIONS})?|{_UPPER_CASE_WORD}(?i:{_CONTRACTIONS})?|\p{{N}}{{1,3}}{_SYMBOLS_SLASHES_AND_WHITESPACE}"
 _DEEPSEEK3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES
 _HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
-_HAN_AND_MORE = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_HAN_KANA_AND_HANGUL = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _THREE_DIGITS = "[0-9][0-9][0-9]"
 # Letters with case, as the tokenizer of DeepSeek LLM lists them: those of Unicode 11 except mathematical and a few other blocks.
 _CASED = r"""A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}\x{370}-\x{373}\x{376}\x{377}
@@ -67,13 +67,13 @@ _CASED = r"""A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}
 \x{A78B}-\x{A78E}\x{AB70}-\x{ABBF}\x{FB00}-\x{FB06}\x{FB13}-\x{FB17}\x{FF21}-\x{FF3A}\x{FF41}-\x{FF5A}\x{10400}-\x{1044F}
 \x{104B0}-\x{104D3}\x{104D8}-\x{104FB}\x{10C80}-\x{10CB2}\x{10CC0}-\x{10CF2}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}""".replace("\n", "")
 _PUNCTUATION = r"!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}"
-# Kimi's rule is that of GPT-4o, but runs of Chinese characters are words of their own.
+# Kimi splits like GPT-4o, but runs of Chinese characters are separate words.
 _KIMI = r"\p{Han}+|" + _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("[\\r\\n/]*", "[\\r\\n]*")
 
 DEFAULT_SPLIT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
 """The rule for files without `tokenizer.ggml.pre`."""
 
-_SPLITS_BY_NAMES = {
+_SPLIT_RULES_BY_NAMES = {
     "default": DEFAULT_SPLIT,
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": SplitRule((_LLAMA3,), ignore_merges=True, add_bos=True),
     "dbrx smaug-bpe glm4 chatglm-bpe": SplitRule((_LLAMA3,)),
@@ -85,16 +85,16 @@ _SPLITS_BY_NAMES = {
     "tekken": SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o llama4 minimax-m2 kanana2": SplitRule((_O200K,)),
     "deepseek-v3 hunyuan-dense joyai-llm": SplitRule((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
-    "deepseek-llm": SplitRule((r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?[{_PUNCTUATION}]+", r"\s+$", _HAN_AND_MORE, r"\p{N}+")),
-    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
+    "deepseek-llm": SplitRule((r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?[{_PUNCTUATION}]+", r"\s+$", _HAN_KANA_AND_HANGUL, r"\p{N}+")),
+    "deepseek-coder": SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_KANA_AND_HANGUL, r"\p{N}")),
     "kimi-k2": SplitRule((_KIMI,)),
-    "seed-coder": SplitRule((_ANY_CASE + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,)),
-    "minicpm5": SplitRule((r"\p{N}{1,3}", _ANY_CASE + r"\p{N}+" + _OTHERS), ignore_merges=True),
+    "seed-coder": SplitRule((_CONTRACTIONS_AND_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,)),
+    "minicpm5": SplitRule((r"\p{N}{1,3}", _CONTRACTIONS_AND_WORDS + r"\p{N}+" + _SYMBOLS_AND_WHITESPACE), ignore_merges=True),
     "tiny_aya cohere2moe": SplitRule((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)),
     "falcon": SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
 }
 
-SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names.split()}
+SPLIT_RULES = {name: split for names, split in _SPLIT_RULES_BY_NAMES.items() for name in names.split()}
 """Rule by the name in `tokenizer.ggml.pre`."""
 
 
@@ -123,18 +123,18 @@ def derive_merges(ranks: Mapping[str, tuple[float, int]]) -> list[tuple[str, str
     If several pairs give the same token, those whose merged text can overlap itself come first: if `right` is a prefix of the token, as in
     "a" + "aa", the left one of two overlapping occurrences must be merged. Of these pairs, the shortest `left` comes first.
     """
-    found: list[tuple[tuple[float, int], bool, int, str, str]] = []
+    ranked: list[tuple[tuple[float, int], bool, int, str, str]] = []
     for piece, rank in ranks.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in ranks and right in ranks:
-                found.append((rank, not piece.startswith(right), cut, left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                ranked.append((rank, not piece.startswith(right), cut, left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
 
 
 def merge_work_error(pieces: Iterable[str]) -> tuple[str, str] | None:
-    """Return a piece and what is wrong with it, if `derive_merges` would take minutes; None = it takes seconds."""
+    """Return a piece and a reason if `derive_merges` would take minutes because of long pieces, else None."""
     work = 0
     for piece in pieces:
         if len(piece) > _MAX_MERGED_CHARACTERS:

@@ -12,20 +12,20 @@ import numpy as np
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
 from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
 
-MEMORY_BYTES = 512 << 20
-"""Address space of the rendering process."""
-CPU_SECONDS = 3
+MAX_MEMORY_BYTES = 512 << 20
+"""Maximum address space of the rendering process."""
+MAX_CPU_S = 3
 """Maximum CPU time for one conversation."""
-WAIT_SECONDS = 10
-"""Maximum wall-clock time for one conversation; longer than the CPU time, because the machine may be busy."""
+MAX_WAIT_S = 10
+"""Maximum wall-clock time for one conversation; longer than `MAX_CPU_S`, because the machine may be busy."""
 
-_RENDERER = "paceline.tokenizer.template_process:renderer"
+_RENDERER_FUNCTION = "paceline.tokenizer.template_process:renderer"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_MISSING_FIELD = re.compile(r"'dict object' has no attribute '(\w+)'")
+_MISSING_FIELD_ERROR = re.compile(r"'dict object' has no attribute '(\w+)'")
 """Jinja's error text if a template reads a field that a message does not have."""
-_DEFAULT_MAX_TOKENS = 1 << 17
-_CHARACTERS_PER_TOKEN = 32  # most tokens have about five characters, but a token may be a long run of spaces
-_MIN_CHARACTERS = 1 << 16
+_DEFAULT_CONTEXT_TOKENS = 1 << 17
+_MAX_CHARS_PER_TOKEN = 32  # most tokens have about five characters, but a token may be a long run of spaces
+_EXTRA_CHARS = 1 << 16
 
 
 class ChatTemplate:
@@ -39,9 +39,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self.isolated = IsolatedFunction(_RENDERER, Limits(WAIT_SECONDS, MEMORY_BYTES, CPU_SECONDS), setup=json.dumps(source))
+        self.isolated = IsolatedFunction(_RENDERER_FUNCTION, Limits(MAX_WAIT_S, MAX_MEMORY_BYTES, MAX_CPU_S), setup=json.dumps(source))
 
-    def check(self) -> None:
+    def check_compiles(self) -> None:
         """Check that the template compiles.
 
         Raises:
@@ -55,7 +55,7 @@ class ChatTemplate:
                 raise _not_started_error(error) from error
             raise CheckpointError(f"the model's chat template cannot be compiled: {_error_reason(error)}; send plain prompts") from error
 
-    def mentions(self, name: str) -> bool:
+    def mentions_variable(self, name: str) -> bool:
         """Return whether the template's text contains the name of a variable. "tools" also matches the older name "functions"."""
         if name == "tools" and re.search(r"\{\{-?\s*functions\b", self._source):
             return True
@@ -81,8 +81,8 @@ class ChatTemplate:
             RequestError: the messages are invalid, or the template rejects them, fails or exceeds a limit.
             BackendUnavailableError: the process cannot be started.
         """
-        # each message is encoded alone, because one call for a long conversation would hold the GIL for too long
-        message_texts = [_dump_json("messages", partial(_plain_message, message)) for message in messages]
+        # One call of json.dumps for a long conversation would hold the GIL for too long.
+        message_texts = [_dump_json("messages", partial(_normalized_message, message)) for message in messages]
         text = f"[{', '.join(message_texts)}]"
         tools_text, options_text = _dump_json("tools", lambda: list(tools) or None), _dump_json("options", lambda: options or {})
         num_input_chars = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
@@ -90,7 +90,7 @@ class ChatTemplate:
         settings = json.dumps({"add_generation_prompt": add_generation_prompt, "special_tokens": self._special_tokens, "max_chars": limit})
         conversation = f'{{"messages": {text}, "options": {options_text}, {settings[1:-1]}, "tools": '
         try:
-            self.check()
+            self.check_compiles()
             try:
                 rendered: str = self.isolated.run(f"{conversation}{tools_text}}}")
             except IsolatedError as error:
@@ -109,7 +109,7 @@ class ChatTemplate:
 def _error_reason(error: IsolatedError) -> str:
     if error.failure is not Failure.RAISED or error.error_type == "TemplateError":
         return str(error)
-    if field := _MISSING_FIELD.fullmatch(str(error)):
+    if field := _MISSING_FIELD_ERROR.fullmatch(str(error)):
         return f"the field {field[1]!r} is missing"
     return f"{str(error) or 'it failed'} ({error.error_type})"
 
@@ -121,25 +121,25 @@ def max_rendered_chars(num_input_chars: int, max_model_len: int | None) -> int:
         num_input_chars: length of the conversation as JSON.
         max_model_len: context length in tokens; None = 131,072.
     """
-    return 2 * num_input_chars + _CHARACTERS_PER_TOKEN * (max_model_len or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
+    return 2 * num_input_chars + _MAX_CHARS_PER_TOKEN * (max_model_len or _DEFAULT_CONTEXT_TOKENS) + _EXTRA_CHARS
 
 
-def _plain_message(message: object) -> dict[str, Any]:
-    """Remove keys with the value None from a message, and add its reasoning under the names that templates use.
+def _normalized_message(message: object) -> dict[str, Any]:
+    """Return a message without keys whose value is None, and with its reasoning under all names that templates use.
 
     Source: transformers, `apply_chat_template`. Deviation: a tuple becomes a list.
     """
     if not isinstance(message, Mapping):
         raise TypeError(f"{message!r} is not a message")
-    given = {str(key): value for key, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in _REASONING_KEYS if name in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    fields = {str(key): value for key, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING_KEYS if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
-def _dump_json(name: str, make: Callable[[], object]) -> str:
-    """Return the result of `make` as JSON. `name` is the parameter that a RequestError names."""
+def _dump_json(name: str, make_value: Callable[[], object]) -> str:
+    """Return the result of `make_value` as JSON. Errors become a RequestError about the parameter `name`."""
     try:
-        return json.dumps(make(), default=_to_json_type)
+        return json.dumps(make_value(), default=_to_json_type)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name} must be JSON values ({error}): send strings, numbers, lists and objects", parameter=name) from error
 

@@ -2,7 +2,7 @@
 
 Before a chat template is rendered, one character of each such spelling is replaced by a placeholder. All control tokens in the rendered
 text then come from the template. They are replaced by mark characters, and the placeholders by the original characters. This text is
-encoded by a tokenizer whose only control tokens are the marks. At last, the marks' ids are replaced by those of the control tokens.
+encoded by a tokenizer whose only control tokens are the marks. Finally, the marks' ids are replaced by those of the control tokens.
 """
 
 import re
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.errors import RequestError, convert_library_errors
 
-_PRIVATE_USE = range(0xE000, 0xF900)  # Unicode characters without a meaning, which JSON escapes as a single \uXXXX
+_PRIVATE_USE = range(0xE000, 0xF900)  # Unicode assigns no characters here; JSON escapes each as a single \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
-_WINDOW = 1 << 16  # number of characters per call of a regular expression, which holds the GIL
-_MAX_CUT_ROUNDS = 8  # splitting the spelling of a control token may leave that of another one, so it is repeated
+_WINDOW_CHARS = 1 << 16  # characters per regular-expression call, which holds the GIL
+_MAX_SPLIT_ROUNDS = 8  # splitting a spelling of one control token may leave a spelling of another
 
 
 class ControlTokenEscaper:
@@ -34,34 +34,34 @@ class ControlTokenEscaper:
     def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
         self._library = library
         added = library.get_added_tokens_decoder()
-        self._tokens: dict[int, AddedToken] = {token_id: token for token_id, token in added.items() if token.special}
-        self._ordinary = [token for token in added.values() if not token.special]
+        self._control_tokens: dict[int, AddedToken] = {token_id: token for token_id, token in added.items() if token.special}
+        self._ordinary_tokens = [token for token in added.values() if not token.special]
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
-        self._taken = set(_PRIVATE_USE_PATTERN.findall("".join(chain(vocabulary, self._added_ids))))
-        texts = [token.content for token in self._tokens.values() if token.content.strip()]
+        self._used_chars = set(_PRIVATE_USE_PATTERN.findall("".join(chain(vocabulary, self._added_ids))))
+        texts = [token.content for token in self._control_tokens.values() if token.content.strip()]
         self._pattern = re.compile(f"(?=({_trie_pattern(text[:_MAX_PATTERN_CHARS] for text in texts)}))") if texts else None
         self._longest = max(map(len, texts), default=0)
         self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in texts for start in range(1, len(text))}
         normalizer = library.normalizer
-        is_normalized = normalizer is not None and any(token.normalized for token in self._tokens.values())
+        is_normalized = normalizer is not None and any(token.normalized for token in self._control_tokens.values())
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
-    def escape(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
+    def escape(self, value: Any, *, other_texts: Sequence[str], exempt_texts: Mapping[int, Sequence[str]] | None = None) -> "EscapedValue":
         """Return a copy of `value` with a placeholder in each spelling of a control token.
 
         Args:
             value: a list of JSON values. Keys of mappings are escaped as well.
-            others: further texts, such as the template, whose characters are not used as placeholders.
-            except_in: spellings that are not escaped, by index in `value`.
+            other_texts: texts, such as the template, whose characters are not used as placeholders.
+            exempt_texts: spellings that are not escaped, by index in `value`.
         """
-        placeholders = _Placeholders(self._taken, [value, *others])
+        placeholders = _Placeholders(self._used_chars, [value, *other_texts])
         if self._pattern is None:
-            return Escaped(value, placeholders, is_needed=False)
-        parts = [self._escape_copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
-        return Escaped(parts, placeholders, is_needed=bool(placeholders.by_character) or self._has_lookalikes(value))
+            return EscapedValue(value, placeholders, contains_control_text=False)
+        parts = [self._escape_copy(one, placeholders, tuple((exempt_texts or {}).get(index, ()))) for index, one in enumerate(value)]
+        return EscapedValue(parts, placeholders, contains_control_text=bool(placeholders.by_character) or self._has_lookalikes(value))
 
-    def encode(self, escaped: "Escaped", text: str) -> list[int]:
+    def encode(self, escaped: "EscapedValue", text: str) -> list[int]:
         """Encode a rendered text, in which only the template's control tokens are encoded as control tokens.
 
         Raises:
@@ -69,12 +69,12 @@ class ControlTokenEscaper:
         """
         with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
-            marks = escaped.placeholders.take_unused(2)
+            marks = escaped.placeholders.allocate_chars(2)
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
             for index, token_id in enumerate(encoding.ids):  # `encoding.offsets` would hold the GIL for too long
-                token = self._tokens.get(token_id)
+                token = self._control_tokens.get(token_id)
                 if token is None:
                     continue
                 start, stop = encoding.token_to_chars(index) or (0, 0)
@@ -94,37 +94,37 @@ class ControlTokenEscaper:
         """
         tokenizer = self._without_control_tokens(marks)
         mark_ids = {tokenizer.token_to_id(mark) for mark in marks}
-        original_ids = {tokenizer.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
-        controls = self._tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
-        for _ in range(_MAX_CUT_ROUNDS):
+        original_ids = {tokenizer.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary_tokens}
+        controls = self._control_tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
+        for _ in range(_MAX_SPLIT_ROUNDS):
             encoding = tokenizer.encode_batch(["".join(parts)], add_special_tokens=False)[0]
             ids: list[int] = encoding.ids
             cuts = [encoding.token_to_chars(index) or (0, 0) for index, token_id in enumerate(ids) if token_id in controls]
             if not any(stop - start > 1 for start, stop in cuts):
                 break
             parts, marked_ids = _insert_marks("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
-        found: list[int] = []
+        unmarked_ids: list[int] = []
         next_marked = iter(marked_ids)
         for token_id in ids:
             if token_id not in mark_ids:
                 if token_id not in controls:
-                    found.append(original_ids.get(token_id, token_id))
+                    unmarked_ids.append(original_ids.get(token_id, token_id))
             elif (marked := next(next_marked)) is not None:
-                found.append(marked)
-        return found
+                unmarked_ids.append(marked)
+        return unmarked_ids
 
     def _without_control_tokens(self, marks: str) -> Backend:
-        """Return a tokenizer that shares the vocabulary and merges in memory, but whose only control tokens are the marks."""
+        """Return a tokenizer whose only control tokens are the marks. It shares memory with the original one."""
         tokenizer = Backend(self._library.model)
         if self._library.normalizer is not None:
             tokenizer.normalizer = self._library.normalizer
         if self._library.pre_tokenizer is not None:
             tokenizer.pre_tokenizer = self._library.pre_tokenizer
-        tokenizer.add_tokens([*self._ordinary, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
+        tokenizer.add_tokens([*self._ordinary_tokens, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
         return tokenizer
 
     def _unknown_ids(self) -> set[int | None]:
-        """Return the id that the model encodes unknown characters as. It may be a control token, but must stay in encoded texts."""
+        """Return the id that stands for unknown characters. It stays in encoded texts, even if it is a control token."""
         model = self._library.model
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
@@ -150,15 +150,15 @@ class ControlTokenEscaper:
         return "".join(characters)
 
     def _token_starts(self, text: str, exempt: Sequence[str]) -> Iterator[int]:
-        """Yield for each spelling of a control token the index of its first character that is not a space: templates strip spaces."""
+        """Yield the index of each spelling of a control token, after leading spaces, which templates may strip."""
         assert self._pattern is not None
-        for window in range(0, len(text), _WINDOW):
-            for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
-                if found.start() < window + _WINDOW and found[1] not in exempt:
-                    yield found.start() + len(found[1]) - len(found[1].lstrip())
+        for window in range(0, len(text), _WINDOW_CHARS):
+            for match in self._pattern.finditer(text, window, window + _WINDOW_CHARS + self._longest):
+                if match.start() < window + _WINDOW_CHARS and match[1] not in exempt:
+                    yield match.start() + len(match[1]) - len(match[1].lstrip())
 
     def _partial_token_indices(self, text: str) -> Iterator[int]:
-        """Yield indices of parts of a spelling at the beginning or end of `text`, which adjacent text may complete."""
+        """Yield the index of each part of a spelling at the beginning or end of `text`, because adjacent text may complete it."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
                 yield len(text) - length
@@ -173,18 +173,18 @@ class ControlTokenEscaper:
 
 
 @dataclass(frozen=True, slots=True)
-class Escaped:
+class EscapedValue:
     """A copy of a value in which spellings of control tokens contain placeholders.
 
     Attributes:
         value: the copy.
         placeholders: the placeholders that were assigned.
-        is_needed: whether spellings were found, so that the rendered text must be encoded by `ControlTokenEscaper.encode`.
+        contains_control_text: whether `value` has such spellings. If so, encode the rendered text with `ControlTokenEscaper.encode`.
     """
 
     value: Any
     placeholders: "_Placeholders"
-    is_needed: bool
+    contains_control_text: bool
 
     def unescape_json(self, text: str) -> str:
         """Replace placeholders that the template wrote as \\uXXXX, as in ASCII JSON or Python's repr, by the placeholder characters."""
@@ -198,24 +198,24 @@ class Escaped:
 
 
 class _Placeholders:
-    """Assigns a placeholder to each replaced character: a private-use character that neither `taken` nor any text in `values` contains."""
+    """Assigns a placeholder to each replaced character: a private-use character that is not in `used_chars` or the texts in `values`."""
 
-    def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
-        self._taken, self._values = taken, values
+    def __init__(self, used_chars: set[str], values: Sequence[Any]) -> None:
+        self._used_chars, self._values = used_chars, values
         self._free: Iterator[str] | None = None
         self.by_character: dict[str, str] = {}
 
     def replace(self, character: str) -> str:
         """Return the placeholder for a character."""
         if character not in self.by_character:
-            self.by_character[character] = self.take_unused(1)
+            self.by_character[character] = self.allocate_chars(1)
         return self.by_character[character]
 
-    def take_unused(self, count: int) -> str:
-        """Return `count` more private-use characters that are not used yet, or raise a RequestError if there are too few."""
+    def allocate_chars(self, count: int) -> str:
+        """Return `count` unused private-use characters; raise a RequestError if there are too few."""
         if self._free is None:
-            found = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
-            taken = self._taken | found
+            occurring = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
+            taken = self._used_chars | occurring
             self._free = iter([chr(code) for code in _PRIVATE_USE if chr(code) not in taken])
         characters = "".join(one for _, one in zip(range(count), self._free, strict=False))
         if len(characters) < count:

@@ -17,16 +17,16 @@ from paceline.tokenizer.ranks import find_rank_file, is_sentencepiece_model, rea
 MAX_ADDED_ID = 1 << 21
 """Limit for token ids in tokenizer_config.json, because transformers allocates a list as long as the largest id."""
 
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
-_TEMPLATES = "additional_chat_templates"
+_FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_CHECKED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
+_TEMPLATE_FOLDER = "additional_chat_templates"
 _SENTENCEPIECE_SPACE = "\u2581"
-_SAMPLE = "The cat (12 345),  two spaces \nand a line: a == b; \u00e9 \u4f60"
-_CONVERTERS = ("sentencepiece", "google.protobuf")
+_CONVERSION_SAMPLE = "The cat (12 345),  two spaces \nand a line: a == b; \u00e9 \u4f60"
+_CONVERTER_PACKAGES = ("sentencepiece", "google.protobuf")
 
 
 def open_pretrained(directory: Path) -> Any:
-    """Open the tokenizer of a directory, with transformers unless its only file is one of ranks. Code in the checkpoint is never run.
+    """Open the tokenizer of a directory: with transformers, or from a file of ranks if there is no tokenizer.json. Never runs its code.
 
     Raises:
         CheckpointError: the directory contains no tokenizer, or it cannot be read.
@@ -48,20 +48,20 @@ def open_pretrained(directory: Path) -> Any:
 
 def has_template_file(directory: Path) -> bool:
     """Return whether the files of a directory contain a chat template, without opening the tokenizer."""
-    if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATES).is_dir():
+    if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATE_FOLDER).is_dir():
         return True
     return bool((read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}).get("chat_template"))
 
 
 def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Return the Jinja sources of a directory by name; a file has precedence over tokenizer_config.json."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        templates = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
+    configured = settings.get("chat_template")
+    if isinstance(configured, list):
+        templates = {str(item.get("name")): item.get("template") for item in configured if isinstance(item, dict)}
     else:
-        templates = {"default": found or (read_json(directory / "chat_template.json", TOKENIZER_BYTES) or {}).get("chat_template")}
+        templates = {"default": configured or (read_json(directory / "chat_template.json", TOKENIZER_BYTES) or {}).get("chat_template")}
     paths = {"default": directory / "chat_template.jinja"}
-    folder = directory / _TEMPLATES
+    folder = directory / _TEMPLATE_FOLDER
     paths |= {name.removesuffix(".jinja"): folder / name for name in (list_directory(folder) if folder.is_dir() else ())}
     for name, path in paths.items():
         content = read_small(path, TOKENIZER_BYTES)
@@ -72,7 +72,7 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
 
 @contextmanager
 def _suppress_torch_warning() -> Iterator[None]:
-    """Context manager: suppress the warning of transformers that its models need torch. We use only its tokenizers."""
+    """Context manager: suppress transformers' warning that its models need torch, because only its tokenizers are used."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     if name in os.environ:
         yield
@@ -86,15 +86,15 @@ def _suppress_torch_warning() -> Iterator[None]:
 
 def _check_files(directory: Path) -> dict[str, Any]:
     """Check all files that transformers may read; return the content of tokenizer_config.json."""
-    folders = [directory, directory / _TEMPLATES] if (directory / _TEMPLATES).is_dir() else [directory]
+    folders = [directory, directory / _TEMPLATE_FOLDER] if (directory / _TEMPLATE_FOLDER).is_dir() else [directory]
     for folder in folders:
         for name in list_directory(folder):
             path = folder / name
-            if path.suffix in _SUFFIXES and not path.is_dir():
+            if path.suffix in _CHECKED_SUFFIXES and not path.is_dir():
                 check_small(path, TOKENIZER_BYTES)
     settings = read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}
-    _check_names(settings, directory / "tokenizer_config.json")
-    _check_names(read_json(directory / "special_tokens_map.json", TOKENIZER_BYTES) or {}, directory / "special_tokens_map.json")
+    _check_keys(settings, directory / "tokenizer_config.json")
+    _check_keys(read_json(directory / "special_tokens_map.json", TOKENIZER_BYTES) or {}, directory / "special_tokens_map.json")
     kind = settings.get("tokenizer_class")
     if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
@@ -104,7 +104,7 @@ def _check_files(directory: Path) -> dict[str, Any]:
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
         with suppress(ValueError, RecursionError):  # the tokenizers library will raise an error for damaged JSON
             tokenizer = json.loads(content)
-            _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
+            _check_keys(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
 
 
@@ -114,13 +114,13 @@ def _sentencepiece_model(directory: Path) -> Path | None:
     if is_file(directory / "tokenizer.json"):
         return None
     if not is_file(path):
-        versions = [name for name in list_directory(directory) if name.startswith("tokenizer.model.v")]  # as mistral-common names them
+        versions = [name for name in list_directory(directory) if name.startswith("tokenizer.model.v")]  # mistral-common's file names
         if versions:
             raise CheckpointError(f"{directory} has no tokenizer.json and no tokenizer.model; rename {versions[-1]} to tokenizer.model")
         return None
     if not is_sentencepiece_model(path):
         return None
-    if not all(map(_is_installed, _CONVERTERS)):
+    if not all(map(_is_installed, _CONVERTER_PACKAGES)):
         raise CheckpointError(
             f"{directory} has no tokenizer.json, and its tokenizer.model needs the packages sentencepiece and protobuf: "
             f"{install_command('sentencepiece')}"
@@ -129,20 +129,20 @@ def _sentencepiece_model(directory: Path) -> Path | None:
 
 
 def _check_conversion(tokenizer: Any, model: Path) -> None:
-    """Refuse a tokenizer that encodes otherwise than its SentencePiece model. Some classes ignore the model's kind or normalisation."""
+    """Refuse a tokenizer that encodes differently from its SentencePiece model, because some classes ignore its settings."""
     import sentencepiece
 
     with convert_library_errors(f"{model} is damaged: download it again", CheckpointError):
-        expected = sentencepiece.SentencePieceProcessor(model_proto=read_small(model, TOKENIZER_BYTES)).encode(_SAMPLE)
-    if tokenizer.encode(_SAMPLE, add_special_tokens=False) != expected:
+        expected = sentencepiece.SentencePieceProcessor(model_proto=read_small(model, TOKENIZER_BYTES)).encode(_CONVERSION_SAMPLE)
+    if tokenizer.encode(_CONVERSION_SAMPLE, add_special_tokens=False) != expected:
         raise CheckpointError(
-            f"{model}: transformers converts it to a {type(tokenizer).__name__}, which encodes texts otherwise than sentencepiece does: "
+            f"{model}: transformers converts it to a {type(tokenizer).__name__}, which encodes texts differently from sentencepiece: "
             "correct tokenizer_class in tokenizer_config.json, or use a tokenizer.json"
         )
 
 
 def _check_vocabulary(tokenizer: Any, directory: Path) -> None:
-    """Refuse a vocabulary of special tokens only. transformers makes one if a directory has tokenizer_config.json alone."""
+    """Refuse a vocabulary of special tokens only, which transformers makes of a tokenizer_config.json alone."""
     names = {*tokenizer.all_special_tokens, _SENTENCEPIECE_SPACE}
     if tokenizer.vocab_size <= len(names) and set(tokenizer.get_vocab()) <= names:
         raise CheckpointError(f"{directory} contains no vocabulary of a tokenizer: download its tokenizer.json")
@@ -155,7 +155,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _check_names(values: object, path: Path) -> None:
+def _check_keys(values: object, path: Path) -> None:
     """Check that no key has control characters, because the tokenizers library prints unknown keys to the terminal."""
     level = [values]
     while level:
@@ -177,8 +177,8 @@ def _check_added_ids(ids: Iterable[object], directory: Path) -> None:
 
 
 def _tokenizer_class(directory: Path, settings: dict[str, Any]) -> Any:
-    """Return the class to open a tokenizer with: for common tokenizers without AutoTokenizer, which takes seconds to import torch."""
-    if settings.get("tokenizer_class") in _GENERIC_CLASSES and is_file(directory / "tokenizer.json"):
+    """Return the transformers class to open a tokenizer with. AutoTokenizer is avoided if possible: it imports torch for seconds."""
+    if settings.get("tokenizer_class") in _FAST_TOKENIZER_CLASSES and is_file(directory / "tokenizer.json"):
         from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

@@ -17,16 +17,16 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, convert_library_errors, is_unicode, shortened
-from paceline.tokenizer.backend import TokenizerParts
-from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLITS, bos_eos_processor, byte_level_backend, derive_merges, merge_work_error
+from paceline.tokenizer.backend import ConvertedTokenizer
+from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLIT_RULES, bos_eos_processor, byte_level_backend, derive_merges, merge_work_error
 
 MAX_TOKENS = 1 << 20
-_ADVICE = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
+_ADVICE = "use the model's safetensors directory, which contains tokenizer.json, or a newer conversion of it"
 # Texts of tokens that end an answer, because some GGUF files do not list these tokens as EOS, EOT or EOM.
-_END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
-_END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
+_END_TOKENS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
+_END_TOKENS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
 _TOOL_USE = "tool_use"
-DUPLICATE = "\U0010fffd"  # of several tokens with the same text, all but the last get this suffix, which decoding removes
+DUPLICATE_SUFFIX = "\U0010fffd"  # of several tokens with the same text, all but the last get this suffix, which decoding removes
 
 
 class _TokenType(IntEnum):
@@ -39,10 +39,10 @@ class _TokenType(IntEnum):
     BYTE = 6
 
 
-_ADDED = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.USER_DEFINED)
+_ADDED_TYPES = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.USER_DEFINED)
 
 
-def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> TokenizerParts:
+def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> ConvertedTokenizer:
     """Build the tokenizer that the metadata of a GGUF file describes.
 
     Args:
@@ -54,15 +54,15 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> Tokenize
     """
     fields = _MetadataFields(metadata, source)
     kind = fields.text("model")
-    if kind not in _BUILDERS:
-        raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
-    vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
-    build = _BUILDERS[kind]
+    if kind not in _BUILDER_BY_MODEL:
+        raise fields.error("model", kind, f"a kind that is not supported; supported are {', '.join(map(repr, _BUILDER_BY_MODEL))}")
+    vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", allow_duplicates=kind == "gemma4")
+    build = _BUILDER_BY_MODEL[kind]
     with convert_library_errors(f"{source}: its tokenizer cannot be built; {_ADVICE}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
-    return TokenizerParts(backend, vocabulary.named_tokens(), _chat_templates(fields), vocabulary.end_token_ids(), notice)
+    return ConvertedTokenizer(backend, vocabulary.named_tokens(), _chat_templates(fields), vocabulary.end_token_ids(), notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _MetadataFields:
         return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_ADVICE}")
 
     def missing_error(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_ADVICE}")
+        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it contains no readable tokenizer; {_ADVICE}")
 
     def get(self, name: str) -> Any:
         return self.values.get(self.full_key(name))
@@ -131,8 +131,8 @@ class _MetadataFields:
             raise self.error(f"{name}[{index}]", items[index], "not a text in UTF-8") from None
         return items
 
-    def number_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
-        """Return an array with a number for each token; None = the file does not have it. `kinds` are the allowed numpy dtype kinds."""
+    def number_per_token(self, name: str, num_tokens: int, dtype_kinds: str) -> NDArray[Any] | None:
+        """Return an array with a number for each token, of one of the NumPy `dtype_kinds`; None = the file does not have it."""
         items = self.array(name)
         if items is None:
             return None
@@ -142,7 +142,7 @@ class _MetadataFields:
             numbers = np.asarray(items)
         except ValueError:  # the items are lists of different lengths
             numbers = np.empty(0, dtype=object)
-        if numbers.dtype.kind not in kinds or numbers.shape != (num_tokens,):
+        if numbers.dtype.kind not in dtype_kinds or numbers.shape != (num_tokens,):
             raise self.error(name, items, "not an array of numbers of its kind")
         return numbers
 
@@ -157,11 +157,11 @@ class _MetadataFields:
 
 def _chat_templates(fields: _MetadataFields) -> dict[str, str]:
     """Return the default chat template, and those with a name, such as "tool_use"."""
-    found = {"default": fields.text("chat_template", "")}
+    templates = {"default": fields.text("chat_template", "")}
     for name in fields.required_strings("chat_templates") if fields.get("chat_templates") is not None else ():
-        found[name] = fields.text(f"chat_template.{name}", "")
-    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it in `tokenizer.chat_templates`
-    return {name: source for name, source in found.items() if source}
+        templates[name] = fields.text(f"chat_template.{name}", "")
+    templates.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it in `chat_templates`
+    return {name: source for name, source in templates.items() if source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class _Vocabulary:
 
     Attributes:
         tokens, types: text and type of each id, without unused ids at the end.
-        roles: token id by role, such as "eos".
+        roles: token id by role: "bos", "eos", "eot", "eom", "unknown" or "padding".
         num_ids_in_file: number of ids in the file, unused ids included.
     """
 
@@ -180,11 +180,11 @@ class _Vocabulary:
     num_ids_in_file: int
 
     @classmethod
-    def read(cls, fields: _MetadataFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
+    def read(cls, fields: _MetadataFields, *, is_sentencepiece: bool, allow_duplicates: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
-        if may_repeat:  # of several ids with the same text, encoding uses only the last one
+        if allow_duplicates:  # of several ids with the same text, encoding uses only the last one
             last = {token: index for index, token in enumerate(tokens)}
-            tokens = [token if last[token] == index else f"{token}{DUPLICATE}" for index, token in enumerate(tokens)]
+            tokens = [token if last[token] == index else f"{token}{DUPLICATE_SUFFIX}" for index, token in enumerate(tokens)]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
         if len(tokens) > MAX_TOKENS:
@@ -213,8 +213,8 @@ class _Vocabulary:
         wrong = np.flatnonzero((types < _TokenType.UNDEFINED) | (types > _TokenType.BYTE))
         if wrong.size:
             raise fields.error(f"token_type[{wrong[0]}]", int(types[wrong[0]]), "not a type from 0 to 6")
-        kinds: list[int] = types.tolist()
-        return kinds
+        token_types: list[int] = types.tolist()
+        return token_types
 
     def ids(self) -> dict[str, int]:
         return {token: token_id for token_id, token in enumerate(self.tokens)}
@@ -225,7 +225,7 @@ class _Vocabulary:
 
     def end_token_ids(self) -> tuple[int, ...]:
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
-        by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TEXTS and self.types[index] in _ADDED}
+        by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TOKENS and self.types[index] in _ADDED_TYPES}
         if {"<|return|>", "<|call|>"} <= set(by_text):
             by_text.pop("<|end|>", None)  # in gpt-oss, an answer consists of several messages, and each ends with <|end|>
         return tuple(sorted(ends | set(by_text.values())))
@@ -234,7 +234,7 @@ class _Vocabulary:
 def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build byte-level BPE; return it, whether a BOS id is added to texts by default, and a message to the user."""
     name = fields.text("pre", "")
-    split = SPLITS.get(name) if name else DEFAULT_SPLIT
+    split = SPLIT_RULES.get(name) if name else DEFAULT_SPLIT
     if split is None:
         raise fields.error("pre", name, "an unknown way to split text")
     notice = None
@@ -262,7 +262,7 @@ def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Bac
     backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
-    steps = [decoders.Replace(DUPLICATE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(DUPLICATE_SUFFIX, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps)
     return backend, True, None
 
@@ -280,7 +280,7 @@ def _build_sentencepiece(fields: _MetadataFields, vocabulary: _Vocabulary) -> tu
     return backend, True, None
 
 
-_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_gemma4}
+_BUILDER_BY_MODEL = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_gemma4}
 
 
 def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -302,14 +302,14 @@ def _merges_by_score(fields: _MetadataFields, vocabulary: _Vocabulary) -> list[t
 
 
 def _added_tokens(fields: _MetadataFields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
-    """Return the tokens that are recognised in a text before it is split into words, such as control tokens."""
+    """Return the tokens, such as control tokens, that are recognised in a text before it is split into words."""
     name = fields.text("general.name", "").lower()
     # Phi-3 was trained without whitespace after most special tokens. GGUF files do not contain this setting.
     is_phi3 = is_sentencepiece and (fields.text("general.architecture", "") == "phi3" or "phi-3" in name or "phi3" in name)
     ends = {vocabulary.roles[role] for role in ("bos", "eos", "eot", "eom") if role in vocabulary.roles}
     added = []
     for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        if kind in _ADDED or index in ends:
+        if kind in _ADDED_TYPES or index in ends:
             special = kind != _TokenType.USER_DEFINED or index in ends
             rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
             added.append(AddedToken(token, special=special, normalized=False, rstrip=rstrip))

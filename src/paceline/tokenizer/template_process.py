@@ -32,11 +32,11 @@ class PublicNamespace(Namespace):
     """Jinja's `namespace` that rejects names with a leading underscore, because templates could escape from the sandbox with them."""
 
     def __init__(*arguments: Any, **values: Any) -> None:  # no parameter `self`: a template may use that name
-        own, *given = arguments
-        values = dict(*given, **values)
+        namespace, *positional = arguments
+        values = dict(*positional, **values)
         for name in values:
             _check_public(name)
-        Namespace.__init__(own, values)
+        Namespace.__init__(namespace, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_public(name)
@@ -65,8 +65,8 @@ def renderer(source: str) -> Callable[[dict[str, Any]], str]:
 def compile_template(source: str) -> Template:
     """Compile a template with the same Jinja settings and functions as in transformers.
 
-    Source: transformers, `apply_chat_template`. Deviations: templates may modify lists, which are copies here, because that of Kimi K2
-    does; and `tojson` accepts generators, as in llama.cpp.
+    Source: transformers, `apply_chat_template`. Deviations: templates may modify lists, as Kimi K2's does, because they are
+    copies here; and `tojson` accepts generators, as in llama.cpp.
     """
     environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
@@ -105,9 +105,9 @@ def render(template: Template, conversation: dict[str, Any]) -> str:
     """
     limit, length = conversation["max_chars"], 0
     parts: list[str] = []
-    given = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
+    variables = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
     llama_cpp_names = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}
-    for part in template.generate(**{**llama_cpp_names, **conversation["special_tokens"], **conversation["options"], **given}):
+    for part in template.generate(**{**llama_cpp_names, **conversation["special_tokens"], **conversation["options"], **variables}):
         parts.append(part)
         length += len(part)
         if length > limit:

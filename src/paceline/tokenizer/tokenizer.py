@@ -18,7 +18,7 @@ from paceline.tokenizer.gguf import read_gguf_tokenizer
 
 _MAX_WINDOW_TOKENS = 32
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT_CHAR = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A byte piece: it stands for one byte of a character that is not in the vocabulary."""
 
@@ -95,8 +95,8 @@ class Tokenizer:
 
     def encode_as_text(self, text: str) -> list[int]:
         """Encode a text. The spelling of a control token in it is encoded as ordinary text. Errors as for `encode`."""
-        escaped = self.control_token_escaper.escape([text], others=[])
-        if not escaped.is_needed:
+        escaped = self.control_token_escaper.escape([text], other_texts=[])
+        if not escaped.contains_control_text:
             return self.encode(text, add_special_tokens=False)
         return self.control_token_escaper.encode(escaped, escaped.unescape_json(escaped.value[0]))
 
@@ -109,10 +109,10 @@ class Tokenizer:
             text that was already streamed.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        if _REPLACEMENT in text and self.has_byte_pieces:
+        if _REPLACEMENT_CHAR in text and self.has_byte_pieces:
             hidden = self.special_token_ids if skip_special_tokens else ()
             pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
-            text = self._backend.join(_replace_invalid_bytes(pieces))
+            text = self._backend.decode_pieces(_replace_invalid_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
@@ -130,7 +130,7 @@ class Tokenizer:
         return self._backend.has_byte_pieces
 
     def to_json(self) -> str:
-        """Return the text of a tokenizer.json, with all tokens added after loading.
+        """Return the text of a tokenizer.json, including tokens that were added after loading.
 
         Raises:
             RequestError: the tokenizers library cannot write it.
@@ -153,7 +153,7 @@ class Tokenizer:
     def template_uses(self, name: str) -> bool:
         """Return whether the chat template's text contains a variable such as "tools" or "enable_thinking"."""
         template = self._chat_template(has_tools=name == "tools")
-        return template is not None and template.mentions(name)
+        return template is not None and template.mentions_variable(name)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
         """Render a conversation with the chat template and encode it; arguments and errors as for `render_chat`."""
@@ -190,7 +190,7 @@ class Tokenizer:
     def template_renders(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
         """Return whether the rendered conversation contains all of `texts`. The result is cached by `texts`.
 
-        It is also True if the template rejects the conversation even without the messages of these texts, so that nothing can be found out.
+        Also True if this cannot be tested, because the template rejects the conversation even without the messages that contain `texts`.
         """
         template = self._chat_template(has_tools=has_tools)
         if template is None:
@@ -212,13 +212,13 @@ class Tokenizer:
         except RequestError as error:
             raise CheckpointError(str(error)) from error
         if template is not None:
-            template.check()
+            template.check_compiles()
 
     def template_source(self, *, has_tools: bool = False) -> str:
         """Return the source of the chat template; empty if there is none.
 
         Raises:
-            RequestError: the file contains something else than a string.
+            RequestError: the value in the file is not a string.
         """
         source = self._template_source(has_tools=has_tools)
         if source and not isinstance(source, str):
@@ -273,7 +273,7 @@ def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
             continue
         for character in run.decode("utf-8", "surrogateescape"):  # "surrogateescape" decodes an invalid byte as a surrogate
             is_invalid = "\udc80" <= character <= "\udcff"
-            valid += [_REPLACEMENT] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
+            valid += [_REPLACEMENT_CHAR] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
         run.clear()
         valid.append(piece)
     return valid[:-1]
@@ -312,8 +312,8 @@ class IncrementalDetokenizer:
 
     Special tokens other than `shown_token_ids` are omitted.
 
-    For speed, only a window of the last tokens is decoded. It begins one token before the first token whose text was not yet returned,
-    because a tokenizer may drop a space at the beginning of a text.
+    For speed, only a window of the last tokens is decoded. It begins one token before the first token whose text is
+    yet to be returned: a tokenizer may drop a space at the beginning of a text.
     """
 
     __slots__ = ("_has_byte_pieces", "_hidden", "_num_returned", "_parts", "_read_from", "_tokenizer", "_window")
@@ -367,13 +367,13 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # `push` omits hidden special tokens
 
     def _num_incomplete_chars(self, text: str) -> int:
         """Return how many replacement characters at the end of `text` stand for a character that the next token may complete."""
         if self._has_byte_pieces:
             return _num_incomplete_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
-        return int(text.endswith(_REPLACEMENT))
+        return int(text.endswith(_REPLACEMENT_CHAR))
 
     def _start_window_at(self, first: int) -> None:
         del self._window[:first]

@@ -1,4 +1,4 @@
-"""Compares the vocabularies of a target and a draft model, to find out whether token ids are the same, and whether they can be mapped."""
+"""Compares the vocabularies of a target and a draft model, to choose how draft tokens are converted to the target's ids."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ IdMap = NDArray[np.int64]
 MIN_SAMPLE_COVERAGE = 0.8
 """Ids are mapped if the draft model has at least this share of the target's tokens of a sample text. Else drafts are decoded to text and
 encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
-MIN_SHARED_PIECES = 0.5  # if the target cannot encode the sample text, ids are mapped from this share of all pieces on
-MIN_SPELLABLE = 0.5
+MIN_SHARED_PIECES = 0.5  # used instead of `MIN_SAMPLE_COVERAGE` if the target cannot encode the sample text: minimum share of all pieces
+MIN_SPELLABLE_SHARE = 0.5  # draft models that can spell a smaller share of the target's pieces are rejected
 _MAX_PIECES_TO_SPELL = 4096
 
 SAMPLE_TEXT = """\
@@ -52,19 +52,19 @@ class VocabularyComparison:
 
     Attributes:
         match: how much they have in common.
-        coverage: share of the target's ids that have the same piece in the draft model.
-        shared_pieces: share of the target's pieces that the draft model also has, with any id.
+        same_id_share: share of the target's ids that have the same piece in the draft model.
+        shared_piece_share: share of the target's pieces that the draft model also has, with any id.
         first_difference: (id, target's piece, draft model's piece) of the first id with different pieces; None = there is none.
         sample_coverage: share of the target's tokens of a sample text that the draft model also has; None = not measured.
-        spellable: share of the target's pieces that are a concatenation of pieces of the draft model.
+        spellable_share: share of the target's pieces that are a concatenation of pieces of the draft model.
     """
 
     match: VocabularyMatch
-    coverage: float
-    shared_pieces: float
+    same_id_share: float
+    shared_piece_share: float
     first_difference: tuple[int, str, str] | None
     sample_coverage: float | None = None
-    spellable: float = 1.0
+    spellable_share: float = 1.0
 
     @property
     def is_compatible(self) -> bool:
@@ -74,33 +74,33 @@ class VocabularyComparison:
     @property
     def is_unusable(self) -> bool:
         """Whether drafts cannot even be converted through text, because the draft model cannot spell most of the target's pieces."""
-        return self.match is VocabularyMatch.DISJOINT and self.spellable < MIN_SPELLABLE
+        return self.match is VocabularyMatch.DISJOINT and self.spellable_share < MIN_SPELLABLE_SHARE
 
     def describe_match(self) -> str:
-        """Return a clause for the user about how many ids are the same in both."""
-        text = f"{self.match.value} vocabularies: {self.coverage:.1%} of the target's ids mean the same to the drafter"
+        """Return a clause for the user about how many ids have the same piece in both vocabularies."""
+        text = f"{self.match.value} vocabularies: {self.same_id_share:.1%} of the target's ids mean the same to the drafter"
         if self.first_difference is not None:
             token_id, target, draft = self.first_difference
-            text += f" (id {token_id} is {target!r} there and {draft!r} here; {self.shared_pieces:.1%} of the pieces are shared)"
+            text += f" (id {token_id} is {target!r} there and {draft!r} here; {self.shared_piece_share:.1%} of the pieces are shared)"
         return text
 
     def describe_token_conversion(self) -> str:
         """Return a clause for the user about how draft tokens are converted, and for which share of the target's pieces."""
-        covered = f"{self.shared_pieces:.1%} of the target's pieces"
+        covered = f"{self.shared_piece_share:.1%} of the target's pieces"
         if self.sample_coverage is not None:
             covered += f", {self.sample_coverage:.1%} of a sample text"
         if self.is_compatible:
-            rest = "" if self.coverage == 1.0 else f" ({covered}); other pieces are spelled for the draft model and never drafted"
+            rest = "" if self.same_id_share == 1.0 else f" ({covered}); other pieces are spelled for the draft model and never drafted"
             return "ids are used unchanged" + rest
         if self.match is VocabularyMatch.OVERLAPPING:
             return f"ids are mapped by the pieces that both have ({covered}); others are never drafted"
-        return f"drafts are decoded and encoded again ({covered} are shared; {self.spellable:.1%} of the pieces can be spelled)"
+        return f"drafts are decoded and encoded again ({covered} are shared; {self.spellable_share:.1%} of the pieces can be spelled)"
 
     def why_unusable(self) -> str:
-        """Return a sentence for the user that says why the draft model cannot be used."""
+        """Return a sentence for the user on why the draft model cannot be used."""
         return (
-            f"{self.describe_match()}; its pieces spell {self.spellable:.1%} of the target's, and at least {MIN_SPELLABLE:.0%} are needed "
-            "for it to read the text"
+            f"{self.describe_match()}; its pieces spell {self.spellable_share:.1%} of the target's, and at least "
+            f"{MIN_SPELLABLE_SHARE:.0%} are needed for it to read the text"
         )
 
 
@@ -123,21 +123,21 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
             empty, the share of all pieces decides, which does not consider how frequent each piece is.
     """
     target, draft = _clear_unused_pieces(target), _clear_unused_pieces(draft)
-    known = max(1, sum(map(bool, target)))
+    num_used = max(1, sum(map(bool, target)))
     both = [(token_id, *pair) for token_id, pair in enumerate(zip(target, draft, strict=False)) if all(pair)]
     first = next(((token_id, one, other) for token_id, one, other in both if one != other), None)
-    coverage = sum(one == other for _, one, other in both) / known
+    same_id_share = sum(one == other for _, one, other in both) / num_used
     is_padded = first is None and bool(both)
-    if is_padded and coverage == 1.0:
+    if is_padded and same_id_share == 1.0:
         match = VocabularyMatch.SAME if _last_used_id(target) == _last_used_id(draft) else VocabularyMatch.PADDED
-        return VocabularyComparison(match, coverage, coverage, None)
+        return VocabularyComparison(match, same_id_share, same_id_share, None)
     mapped = match_ids(target, draft)
-    shared_pieces = int((mapped >= 0).sum()) / known
+    shared_piece_share = int((mapped >= 0).sum()) / num_used
     sample_coverage = _sample_coverage(target, mapped, sample_ids)
-    enough = shared_pieces >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
+    enough = shared_piece_share >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
     partial_match = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
     match = partial_match if enough else VocabularyMatch.DISJOINT
-    return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable_share(target, draft))
+    return VocabularyComparison(match, same_id_share, shared_piece_share, first, sample_coverage, _spellable_share(target, draft))
 
 
 def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
@@ -147,11 +147,11 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
     """
     if is_byte_level(source) == is_byte_level(destination):
         ids_by_piece = {piece: token_id for token_id, piece in reversed(list(enumerate(destination))) if piece}
-        found = [ids_by_piece.get(piece, -1) for piece in source]
+        matches = [ids_by_piece.get(piece, -1) for piece in source]
     else:
         ids_by_bytes = _ids_by_bytes(destination)
-        found = [ids_by_bytes.get(text, -1) for text in piece_bytes(source)]
-    return np.asarray(found, np.int64)
+        matches = [ids_by_bytes.get(text, -1) for text in piece_bytes(source)]
+    return np.asarray(matches, np.int64)
 
 
 def piece_bytes(pieces: Sequence[str]) -> list[bytes]:
@@ -166,7 +166,7 @@ def is_byte_level(pieces: Sequence[str]) -> bool:
 
 
 class Speller:
-    """Encodes text with the pieces of a vocabulary, each time with the longest that matches. A tokenizer may encode it differently."""
+    """Encodes text by greedy longest match with the pieces of a vocabulary. The model's tokenizer may encode it differently."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._ids = _ids_by_bytes(pieces)
@@ -200,15 +200,15 @@ def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
     if _has_every_byte(draft):
         return 1.0
     speller = Speller(draft)
-    known = [piece for piece in pieces if piece]
-    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # only a sample of the pieces, because all take a second
+    used_pieces = [piece for piece in pieces if piece]
+    sample = piece_bytes(used_pieces[:: max(1, len(used_pieces) // _MAX_PIECES_TO_SPELL)])  # spelling all pieces would take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 
 def _has_every_byte(pieces: Sequence[str]) -> bool:
-    known = set(pieces)
-    return all(f"<0x{byte:02X}>" in known for byte in range(256)) or all(
-        chr(code) in known for code in range(256 + len(_BYTE_OF_CODE)) if code in _BYTE_OF_CODE or 0x20 < code < 0x7F
+    piece_set = set(pieces)
+    return all(f"<0x{byte:02X}>" in piece_set for byte in range(256)) or all(
+        chr(code) in piece_set for code in range(256 + len(_BYTE_OF_CODE)) if code in _BYTE_OF_CODE or 0x20 < code < 0x7F
     )
 
 

@@ -42,7 +42,7 @@ def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> 
     asyncio.run(all_of_it())
     assert not engine._worker.thread.is_alive()
     cache = engine.loaded.engine.cache
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == cache.pool.num_blocks
     assert engine.loaded.engine.is_idle
     assert engine._worker._listeners == {}

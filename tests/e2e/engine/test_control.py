@@ -112,11 +112,11 @@ def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
     """[len(token_ids), V] float64 log-probabilities of a pass of its own."""
     cache = llm.engine.cache
     sequence = cache.new_sequence()
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    plan = cache.reserve_rows(sequence, range(-1, len(token_ids) - 1))
     logits = (
         llm.runtime.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
     )
-    cache.release(sequence)
+    cache.release_sequence(sequence)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 

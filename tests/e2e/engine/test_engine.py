@@ -110,7 +110,7 @@ def test_waiting_prompt_is_counted_once_in_cache_statistics(open_llm: Open, monk
     refuse = llm.engine.scheduler._blocks.release_prefix
     monkeypatch.setattr(llm.engine.scheduler._blocks, "release_prefix", lambda request: (refusals.append(request), refuse(request)))
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=50))
-    stats = llm.engine.cache.stats
+    stats = llm.engine.cache.prefix_stats
     assert len(refusals) > 1
     assert llm.stats().num_preemptions == 0
     assert stats.queried_tokens == sum(map(len, prompts))
@@ -148,11 +148,11 @@ def test_request_is_a_capacity_error_if_other_sequences_hold_the_blocks(open_llm
     llm = open_llm(4)
     (expected,) = llm.generate([[8] * 40], GREEDY)
     held = llm.engine.cache.new_sequence()
-    llm.engine.cache.reserve(held, range(-1, 95))
+    llm.engine.cache.reserve_rows(held, range(-1, 95))
     with pytest.raises(CapacityError, match=r"40 rows of a request do not fit in the cache: 1 of 4 blocks are free"):
         llm.generate([[8] * 40], GREEDY)
     assert llm.generate([[8]], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
-    llm.engine.cache.release(held)
+    llm.engine.cache.release_sequence(held)
     assert llm.generate([[8] * 40], GREEDY)[0].token_ids == expected.token_ids
     assert_clean(llm)
 
@@ -182,7 +182,7 @@ def test_abort_frees_blocks_and_leaves_other_requests(open_llm: Open, solo: list
     for victim in (*victims, *victims):
         llm.engine.abort_request(victim)
     assert [victim.finish_reason for victim in victims] == [FinishReason.ABORT] * 2
-    llm.engine.cache.check()
+    llm.engine.cache.check_consistency()
     run_to_end(llm)
     assert [list(request.output_token_ids) for request in requests] == solo
     assert (llm.stats().num_aborted, llm.stats().num_finished) == (2, len(PROMPTS))
@@ -321,7 +321,7 @@ def test_interrupt_during_a_forward_pass_does_not_end_other_streams(
             patch.setattr(llm.runtime, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS[2 + turn % 2], params) if turn < 5 else [*streams[1]]
-        llm.engine.cache.check()
+        llm.engine.cache.check_consistency()
     assert next(streams[1], None) is None, "its requests are given up"
     for chunk in streams[0]:
         taken[0].extend(chunk.token_ids)

@@ -39,7 +39,7 @@ def test_unselected_experts_are_not_read_into_memory(tmp_path: Path) -> None:
     cache = runtime.new_cache(8)
     sequence = cache.new_sequence()
     for step in range(3):
-        plan = cache.reserve(sequence, [-1])
+        plan = cache.reserve_rows(sequence, [-1])
         runtime.forward(*assemble_pass([plan], [[5]], [[0]]))
         cache.keep_path(sequence, 0)
         read = resident_bytes(path) - others

@@ -143,7 +143,7 @@ def test_aborted_requests_of_windowed_models_free_all_blocks(
             llm.engine.abort_request(request)
         if number % 50 == 0:
             llm.engine.step()
-            llm.engine.cache.check()
+            llm.engine.cache.check_consistency()
             check_window(memory)
     while not llm.engine.is_idle:
         llm.engine.step()

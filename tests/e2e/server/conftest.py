@@ -28,7 +28,7 @@ def _loaded(**options: Any) -> Iterator[AsyncEngine]:
     yield engine
     asyncio.run(_until_idle(engine))
     cache = engine.loaded.engine.cache
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == cache.pool.num_blocks
     asyncio.run(engine.close())
 

@@ -63,14 +63,14 @@ def test_requests_with_the_same_grammar_share_one_compilation(monkeypatch: pytes
     monkeypatch.setattr(CompileSandbox, "_compile", lambda _, text: compiled.append(text))
     sandbox = CompileSandbox(5.0)
     for text in ("a", "a", "b", "a"):
-        sandbox.check(text)
+        sandbox.check_grammar(text)
     assert compiled == ["a", "b"]
 
 
 def test_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.sampling.grammars.compile_sandbox.MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr("paceline.sampling.grammars.compile_sandbox.MAX_MEMORY_BYTES", 1 << 20)
     with pytest.raises(RequestError, match="MB"):
-        CompileSandbox(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
+        CompileSandbox(30.0).check_grammar('{"grammars": [{"json_schema": {"type": "object"}}]}')
 
 
 def test_closing_the_engine_ends_waiting_grammar_compilations() -> None:
@@ -79,7 +79,7 @@ def test_closing_the_engine_ends_waiting_grammar_compilations() -> None:
 
     def ask(number: int) -> None:
         with pytest.raises(RequestError) as caught:
-            sandbox.check(library_json({**ENDLESS[0], "title": str(number)}))
+            sandbox.check_grammar(library_json({**ENDLESS[0], "title": str(number)}))
         outcomes.append(caught.value.code)
 
     waiting = [threading.Thread(target=ask, args=(number,)) for number in range(3)]

@@ -76,7 +76,7 @@ def test_disconnected_client_is_aborted_within_a_step(engine: AsyncEngine, path:
 
     run(work)
     cache = engine.loaded.engine.cache
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == cache.pool.num_blocks
 
 

@@ -40,7 +40,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)
-    cache.reserve(request.cached_sequence, range(-1, len(known) - 2))
+    cache.reserve_rows(request.cached_sequence, range(-1, len(known) - 2))
     cache.keep_path(request.cached_sequence, len(known) - 2)
     drafter.observe([CommittedRows(request, 0, len(known) - 1, np.ones((len(known) - 1, HIDDEN), np.float32))])
     return drafter, request

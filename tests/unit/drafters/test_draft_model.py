@@ -67,10 +67,10 @@ def drafter(runtime: Network) -> Iterator[DraftModelDrafter]:
 
     drafter.propose = remembering  # type: ignore[method-assign]
     yield drafter
-    drafter.cache.check()
+    drafter.cache.check_consistency()
     for request in requests:
         drafter.release(request)
-    drafter.cache.check()
+    drafter.cache.check_consistency()
     assert drafter.cache.pool.num_free == NUM_BLOCKS
 
 
@@ -118,7 +118,7 @@ def test_drafts_after_rejections_equal_those_of_a_fresh_draft_model(
     for _ in range(25):
         (drafts,) = ask(drafter, request, depth=int(random.integers(1, 6)))
         assert drafts is not None
-        drafter.cache.check()
+        drafter.cache.check_consistency()
         fresh = make_drafter(twin)
         assert drafts == ask(fresh, request, depth=len(drafts))[0]
         kept = int(random.integers(0, len(drafts) + 1))
@@ -138,7 +138,7 @@ def test_text_longer_than_the_draft_context_is_drafted_from_its_end(drafter: Dra
         (drafts,) = ask(drafter, request, depth=depth)
         assert len(drafts or ()) == depth
         assert [drafts] == ask(make_drafter(twin), make_request(tokens[start:end]), depth=depth)
-        drafter.cache.check()
+        drafter.cache.check_consistency()
 
 
 def test_draft_model_batch_drafts_equal_each_request_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
@@ -207,7 +207,7 @@ def test_wider_draft_tree_contains_the_chain_and_the_likeliest_siblings(runtime:
         found = tree.child(node, token)
         assert found is not None
         node = found
-    drafter.cache.check()
+    drafter.cache.check_consistency()
     drafter.release(request)
     assert drafter.cache.pool.num_free == NUM_BLOCKS
 
@@ -266,13 +266,13 @@ def test_drafts_for_rejection_are_sampled_from_the_stored_probs(runtime: Network
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.from_distribution(request.processor.process(rows[0], path))
-        np.testing.assert_allclose(probs.at_ids_of(law), law.probs, atol=1e-5)
+        np.testing.assert_allclose(probs.probs_at_ids_of(law), law.probs, atol=1e-5)
         left: TokenProbs | None = probs
         for index, child in enumerate(tree.children(node)):
             assert left is not None
             number = step_uniform(request.seed, 0, len(request.token_ids), Purpose.DRAFT, len(path), index)
-            assert tree.token_ids[child] == left.token_at(number)
-            left = left.without(tree.token_ids[child])
+            assert tree.token_ids[child] == left.token_at_quantile(number)
+            left = left.without_token(tree.token_ids[child])
         path.append(tree.token_ids[tree.children(node)[0]])
     assert len(path) == 4
     drafter.release(request)
@@ -291,14 +291,14 @@ def test_draft_model_stops_where_the_grammar_allows_no_token(
     drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, needs_draft_probs: bool
 ) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
-    edit = request.processor.edit
+    edit = request.processor.edit_logits
 
     def at_most_two(row: np.ndarray, path: Sequence[int] = ()) -> EditedRow:
         if len(path) == 2:
             raise RequestError("no token is left to choose")
         return edit(row, path)
 
-    monkeypatch.setattr(request.processor, "edit", at_most_two)
+    monkeypatch.setattr(request.processor, "edit_logits", at_most_two)
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, needs_draft_probs=needs_draft_probs)])
     assert tree is not None
     assert tree.num_draft_tokens == 2
@@ -314,7 +314,7 @@ def test_failed_draft_model_pass_leaves_its_cache_clean(drafter: DraftModelDraft
         append(request, [3])
     with pytest.raises(CapacityError):
         ask(drafter, *requests)
-    drafter.cache.check()
+    drafter.cache.check_consistency()
     assert drafter.cache.pool.num_free == NUM_BLOCKS
     monkeypatch.undo()
     for request in requests:
@@ -332,7 +332,7 @@ def test_request_without_draft_cache_blocks_gets_no_draft(runtime: Network) -> N
     first, second, third = make_request([5] * 60), make_request([6] * 60), make_request([7] * 30)
     alone = ask(make_drafter(runtime), first)[0]
     assert ask(drafter, first, second, third) == [alone, None, ask(make_drafter(runtime), third, depth=3)[0]]
-    drafter.cache.check()
+    drafter.cache.check_consistency()
     for request in (first, second, third):
         drafter.release(request)
     assert drafter.cache.pool.num_free == 3
@@ -358,7 +358,7 @@ def test_target_token_unknown_to_the_draft_model_ends_drafting(runtime: Network)
     assert ask(drafter, request) == [None]
     append(request, [6])
     assert ask(drafter, request) == [None]
-    drafter.cache.check()
+    drafter.cache.check_consistency()
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.4, top_p=0.9)])
@@ -371,7 +371,7 @@ def test_draft_model_equal_to_the_target_is_always_accepted(directory: Path, par
         assert output.speculation.acceptance_rate == 1.0
         assert output.speculation.mean_acceptance_length > 4
     drafts = llm.drafter.cache  # type: ignore[union-attr]
-    drafts.check()
+    drafts.check_consistency()
     assert drafts.pool.num_free == drafts.pool.num_blocks
     assert "2 layers, hidden size 64" in llm.banner
 

@@ -55,7 +55,7 @@ class Bench:
     def commit(self, request: Request, count: int, *, observed: bool = True) -> None:
         """The target runs `count` more of the request's tokens."""
         start = request.cached_sequence.committed_len
-        self.cache.reserve(request.cached_sequence, range(-1, count - 1))
+        self.cache.reserve_rows(request.cached_sequence, range(-1, count - 1))
         self.cache.keep_path(request.cached_sequence, count - 1)
         self.cache.register_prefix(request.cached_sequence, request.token_ids)
         if observed:
@@ -173,7 +173,7 @@ def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
     request = bench.request(text(90))
     bench.commit(request, 89)
     bench.run(request, include_root=True)
-    bench.cache.release(request.cached_sequence)
+    bench.cache.release_sequence(request.cached_sequence)
     request.cached_sequence = bench.cache.new_sequence()
     assert bench.cache.match_prefix(request.cached_sequence, request.token_ids) == 64
     bench.commit(request, 25)
@@ -220,6 +220,6 @@ def test_eagle_cache_rows_match_the_text_after_random_events(first_slot: int, se
             else:
                 running.remove(request)
                 bench.pairs.release(request)
-                bench.cache.release(request.cached_sequence)
+                bench.cache.release_sequence(request.cached_sequence)
     assert num_seen > (1000 if large_counts else 80)
-    assert bench.cache.stats.hit_tokens > 0
+    assert bench.cache.prefix_stats.hit_tokens > 0

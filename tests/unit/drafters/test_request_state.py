@@ -102,6 +102,6 @@ def test_drafter_that_raises_in_release_does_not_block_other_drafters(tmp_path: 
         assert [request.drafter_states for request in requests] == [{}, {}]
         assert any(request.stats.num_draft_tokens for request in requests)
         assert draft.cache.pool.num_free == draft.cache.pool.num_blocks
-        draft.cache.check()
+        draft.cache.check_consistency()
         assert_clean(llm)
     assert llm.stats().drafter_failures == 6

@@ -281,7 +281,7 @@ def test_draft_model_with_a_disjoint_vocabulary_drafts_and_frees_blocks(mini_dir
         assert found
         request.token_ids.extend(token_id for token_id, _ in mini.tokenize(word))
     drafter.release(request)
-    drafter.model.cache.check()
+    drafter.model.cache.check_consistency()
     assert drafter.model.cache.pool.num_free == drafter.model.cache.pool.num_blocks
 
 

@@ -30,22 +30,22 @@ def test_block_pool_without_blocks_is_refused():
 def test_allocating_more_blocks_than_free_allocates_none():
     pool = BlockPool(4, SIZE)
     held = pool.allocate(2)
-    with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 4 free"):
+    with pytest.raises(CapacityError, match="3 blocks needed, 2 of 4 free"):
         pool.allocate(3)
     assert pool.num_free == 2
-    pool.check([held])
+    pool.check_consistency([held])
 
 
 def test_shared_block_is_free_after_its_last_owner_released_it():
     pool = BlockPool(2, SIZE)
     held = pool.allocate(1)
-    pool.share(held)
+    pool.add_owner(held)
     pool.release(held)
     assert pool.num_owners(held[0]) == 1
     assert pool.num_free == 1
     pool.release(held)
     assert pool.num_free == 2
-    pool.check([])
+    pool.check_consistency([])
 
 
 def test_releasing_a_block_more_often_than_allocated_raises():
@@ -68,7 +68,7 @@ def test_block_pool_check_detects_wrong_owner_counts(tables, complaint):
     pool = BlockPool(3, SIZE)
     pool.allocate(2)
     with pytest.raises(RuntimeError, match=complaint):
-        pool.check(tables)
+        pool.check_consistency(tables)
 
 
 @pytest.mark.parametrize("spoil", ["_idle", "_free"])
@@ -78,10 +78,10 @@ def test_block_pool_check_detects_wrong_idle_and_free_lists(spoil):
     for block_hash, block in zip(_hashes(pool, list(range(8))), held, strict=True):
         pool.register(block_hash, block)
     pool.release(held)
-    pool.check([])
+    pool.check_consistency([])
     getattr(pool, spoil).pop(next(iter(pool._idle))) if spoil == "_idle" else pool._free.pop()
     with pytest.raises(RuntimeError, match="idle or indexed without owners" if spoil == "_idle" else "free list"):
-        pool.check([])
+        pool.check_consistency([])
 
 
 def test_block_pool_owner_counts_match_the_tables_under_random_use(seed):
@@ -94,10 +94,10 @@ def test_block_pool_owner_counts_match_the_tables_under_random_use(seed):
             tables.append(pool.allocate(int(generator.integers(1, pool.num_free + 1))))
         elif action == 1 and 0 < len(tables) < 8:
             tables.append(list(tables[int(generator.integers(len(tables)))]))
-            pool.share(tables[-1])
+            pool.add_owner(tables[-1])
         elif tables:
             pool.release(tables.pop(int(generator.integers(len(tables)))))
-        pool.check(tables)
+        pool.check_consistency(tables)
     for table in tables:
         pool.release(table)
     assert pool.num_free == 12
@@ -107,10 +107,10 @@ def test_block_hash_depends_on_all_tokens_up_to_the_end_of_its_block():
     pool = BlockPool(8, SIZE)
     hashes = _hashes(pool, list(range(12)))
     assert _hashes(pool, list(range(12))) == hashes
-    assert len({one.key for one in hashes}) == len(hashes) == 3
+    assert len({one.digest for one in hashes}) == len(hashes) == 3
     for position in range(12):
         changed = _hashes(pool, [token + 1000 * (place == position) for place, token in enumerate(range(12))])
-        same = [old.key == new.key for old, new in zip(hashes, changed, strict=True)]
+        same = [old.digest == new.digest for old, new in zip(hashes, changed, strict=True)]
         assert same == [block < position // SIZE for block in range(3)]
 
 
@@ -123,12 +123,12 @@ def test_block_hashes_can_be_extended_from_known_ones():
 def test_block_hashes_differ_by_salt_and_by_pool():
     pool = BlockPool(8, SIZE)
     lists = [_hashes(pool, list(range(8)), salt) for salt in (b"", b"a", b"b")] + [_hashes(BlockPool(8, SIZE), list(range(8)))]
-    assert len({one.key for hashes in lists for one in hashes}) == 8
+    assert len({one.digest for hashes in lists for one in hashes}) == 8
 
 
 def test_block_hashes_differ_by_any_byte_of_a_token_id():
     pool = BlockPool(8, SIZE)
-    keys = {_hashes(pool, [token, 0, 0, 0])[0].key for token in (0, 1, 256, 65_536, 16_777_216, 2**32 - 1)}
+    keys = {_hashes(pool, [token, 0, 0, 0])[0].digest for token in (0, 1, 256, 65_536, 16_777_216, 2**32 - 1)}
     assert len(keys) == 6
 
 
@@ -149,7 +149,7 @@ def test_block_lookup_with_a_hash_collision_compares_the_tokens(monkeypatch):
     monkeypatch.setattr(block_pool, "blake2b", lambda data, digest_size: blake2b(b"all the same", digest_size=digest_size))
     pool = BlockPool(8, SIZE)
     (one,), (other,) = _hashes(pool, [1, 2, 3, 4]), _hashes(pool, [1, 2, 3, 5])
-    assert one.key == other.key
+    assert one.digest == other.digest
     pool.register(one, 5)
     assert pool.find_block(one) == 5
     assert pool.find_block(other) is None
@@ -165,7 +165,7 @@ def test_evicted_block_is_not_found_and_can_be_registered_again():
     assert pool.find_block(block_hash) is None
     pool.register(block_hash, 6)
     assert pool.find_block(block_hash) == 6
-    pool.check([range(8)])
+    pool.check_consistency([range(8)])
 
 
 def test_block_eviction_takes_the_least_recently_used_first(seed):
@@ -191,7 +191,7 @@ def test_block_eviction_takes_the_least_recently_used_first(seed):
                 pool.touch(hashes[block])
                 idle.append(block)
             else:
-                pool.share([block])
+                pool.add_owner([block])
                 owned.append(block)
             idle.remove(block)
         elif action == 4 and pool.num_free:
@@ -204,10 +204,10 @@ def test_block_eviction_takes_the_least_recently_used_first(seed):
         elif action == 5 and generator.random() < 0.2:
             pool.unregister(block)
             idle = [one for one in idle if one != block]
-        pool.check([owned])
+        pool.check_consistency([owned])
         assert list(pool._idle) == idle
         assert pool.num_free == 30 - len(owned)
-    assert pool.stats.evicted_blocks == num_evictions > 50
+    assert pool.prefix_stats.evicted_blocks == num_evictions > 50
 
 
 def test_touching_an_owned_or_unknown_block_changes_nothing():
@@ -217,4 +217,4 @@ def test_touching_an_owned_or_unknown_block_changes_nothing():
     pool.register(known, 5)
     pool.touch(known)
     pool.touch(unknown)
-    pool.check([held])
+    pool.check_consistency([held])

@@ -33,24 +33,24 @@ class CheckedCache:
 
     def reserve(self, sequence: CachedSequence, parents: Sequence[int]) -> bool:
         """Reserve and write the rows as a pass would; False where memory was short."""
-        if not self._attempt(lambda: self.cache.reserve(sequence, parents)):
+        if not self._attempt(lambda: self.cache.reserve_rows(sequence, parents)):
             return False
         self.node_labels[sequence] = [self._last_label + node for node in range(1, len(parents) + 1)]
         self._last_label += len(parents)
         for node, label in enumerate(self.node_labels[sequence]):
-            block, slot = self._place(sequence.plan.block_table, sequence.committed_len + node)
+            block, slot = self._place(sequence.row_plan.block_table, sequence.committed_len + node)
             self.storage[0, block, :, slot] = label
             self.storage[1, block, :, slot] = -label
         return True
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
-        parents = sequence.plan.parents
+        parents = sequence.row_plan.parents
         self.cache.keep_path(sequence, node)
         node_labels = self.node_labels.pop(sequence)
         self.labels[sequence] += [node_labels[one] for one in path_to(parents, node)]
 
     def cancel(self, sequence: CachedSequence) -> None:
-        self.cache.cancel(sequence)
+        self.cache.drop_reserved_rows(sequence)
         self.node_labels.pop(sequence, None)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
@@ -59,17 +59,17 @@ class CheckedCache:
             del self.labels[sequence][length:]
 
     def release(self, sequence: CachedSequence) -> None:
-        self.cache.release(sequence)
+        self.cache.release_sequence(sequence)
         self.node_labels.pop(sequence, None)
         del self.labels[sequence]
 
     def check(self) -> None:
         """Ownership, every committed row, and what every row of a pass under way would attend to."""
-        self.cache.check()
+        self.cache.check_consistency()
         for sequence, labels in self.labels.items():
             assert sequence.committed_len == len(labels)
             assert self._rows(sequence.block_table, len(labels)) == labels
-            if (plan := sequence.plan) is not None:
+            if (plan := sequence.row_plan) is not None:
                 assert self._rows(plan.block_table, len(labels) + plan.num_rows) == labels + self.node_labels[sequence]
 
     def _rows(self, table: Sequence[int], count: int) -> list[int]:
@@ -95,7 +95,7 @@ class CheckedCache:
 
     def _state(self) -> list[object]:
         owners = [self.cache.pool.num_owners(block) for block in range(self.cache.pool.num_blocks)]
-        return [owners, self.cache.pool.num_free, *((list(one.block_table), one.committed_len, one.plan) for one in self.labels)]
+        return [owners, self.cache.pool.num_free, *((list(one.block_table), one.committed_len, one.row_plan) for one in self.labels)]
 
 
 def _random_parents(generator: np.random.Generator) -> Sequence[int]:
@@ -114,8 +114,8 @@ def _random_operation(checked: CheckedCache, generator: np.random.Generator) -> 
     sequence = sequences[int(generator.integers(len(sequences)))]
     draw = generator.random()
     if draw < 0.80:
-        if sequence.plan is not None:
-            checked.keep_path(sequence, int(generator.integers(len(sequence.plan.parents))))
+        if sequence.row_plan is not None:
+            checked.keep_path(sequence, int(generator.integers(len(sequence.row_plan.parents))))
         else:
             checked.reserve(sequence, _random_parents(generator))
     elif draw < 0.86:
@@ -150,20 +150,20 @@ def test_kv_cache_rows_and_blocks_are_right_under_random_use(seed, large_counts)
 
 @pytest.mark.parametrize("offset", [-1, 1], ids=["the parent", "the child"])
 def test_cache_check_detects_the_path_of_a_wrong_node(offset, seed, monkeypatch):
-    commit = RowPlan.commit
+    commit = RowPlan.committed_path
 
     def off_by_one(plan: RowPlan, node: int):
         child = next((other for other, parent in enumerate(plan.parents) if parent == node), node)
         return commit(plan, path_to(plan.parents, node)[-2:][0] if offset < 0 else child)
 
-    monkeypatch.setattr(RowPlan, "commit", off_by_one)
+    monkeypatch.setattr(RowPlan, "committed_path", off_by_one)
     with pytest.raises(AssertionError):
         _run_schedules(seed, 20)
 
 
 def test_cache_check_detects_rows_that_were_not_moved(seed, monkeypatch):
-    commit = RowPlan.commit
-    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: commit(plan, node)._replace(moves=()))
+    commit = RowPlan.committed_path
+    monkeypatch.setattr(RowPlan, "committed_path", lambda plan, node: commit(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
         _run_schedules(seed, 20)
 
@@ -173,13 +173,13 @@ def test_cache_reserve_twice_raises():
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
     with pytest.raises(RuntimeError, match="a pass is under way"):
-        checked.cache.reserve(sequence, [-1])
+        checked.cache.reserve_rows(sequence, [-1])
     checked.check()
 
 
 def test_cache_keep_path_without_reserve_raises():
     checked = CheckedCache()
-    with pytest.raises(RuntimeError, match="reserve first"):
+    with pytest.raises(RuntimeError, match="call reserve_rows first"):
         checked.cache.keep_path(checked.start(), 0)
 
 
@@ -194,7 +194,7 @@ def test_cache_release_twice_raises_even_if_blocks_have_a_new_owner(length):
         if sequence is first:
             checked.release(first)
     with pytest.raises(RuntimeError, match="released before"):
-        checked.cache.release(first)
+        checked.cache.release_sequence(first)
     checked.check()
 
 
@@ -225,6 +225,6 @@ def test_kv_cache_lengths_match_its_storage():
     assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0, 1])
-    assert (sequence.committed_len, sequence.plan.num_rows) == (0, 4)
+    assert (sequence.committed_len, sequence.row_plan.num_rows) == (0, 4)
     checked.cancel(sequence)
-    assert (sequence.committed_len, sequence.plan, checked.cache.pool.num_free) == (0, None, NUM_BLOCKS)
+    assert (sequence.committed_len, sequence.row_plan, checked.cache.pool.num_free) == (0, None, NUM_BLOCKS)

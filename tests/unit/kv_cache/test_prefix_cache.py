@@ -59,7 +59,7 @@ class CheckedCache:
 
     def run(self, text: Text, parents: Sequence[int], drafted: Sequence[int] = ()) -> None:
         """Reserve and write rows as a pass would: known tokens in front, then nodes with the tokens `drafted`."""
-        plan = self.cache.reserve(text.sequence, parents)
+        plan = self.cache.reserve_rows(text.sequence, parents)
         start = text.sequence.committed_len
         text.drafted = [*text.token_ids[start : start + len(parents) - len(drafted)], *drafted]
         for node in range(plan.num_rows):
@@ -69,7 +69,7 @@ class CheckedCache:
 
     def keep(self, text: Text, node: int, *, register: bool = True) -> None:
         """Commit a node's path; a token that no row was computed from yet follows it."""
-        start, parents = text.sequence.committed_len, text.sequence.plan.parents
+        start, parents = text.sequence.committed_len, text.sequence.row_plan.parents
         kept = [text.drafted[one] for one in path_to(parents, node)]
         self.cache.keep_path(text.sequence, node)
         text.token_ids[start : start + len(kept)] = kept
@@ -96,7 +96,7 @@ class CheckedCache:
         return text
 
     def cancel(self, text: Text) -> None:
-        self.cache.cancel(text.sequence)
+        self.cache.drop_reserved_rows(text.sequence)
         text.drafted = None
 
     def truncate(self, text: Text, length: int) -> None:
@@ -105,7 +105,7 @@ class CheckedCache:
         text.token_ids[length:] = [len(text.token_ids) % 3]
 
     def release(self, text: Text) -> None:
-        self.cache.release(text.sequence)
+        self.cache.release_sequence(text.sequence)
         self.texts.remove(text)
 
     def labels(self, text: Text) -> list[int]:
@@ -114,7 +114,7 @@ class CheckedCache:
 
     def check(self) -> None:
         """Check the cache, every committed row, that no indexed block changed, and that all blocks without owners can be allocated."""
-        self.cache.check()
+        self.cache.check_consistency()
         for text in self.texts:
             assert self._rows(text.sequence.block_table, text.sequence.committed_len) == self.labels(text)[: text.sequence.committed_len]
         hashes = {block: self.cache.pool.hash_of(block) for block in range(self.cache.pool.num_blocks)}
@@ -127,7 +127,7 @@ class CheckedCache:
                 )
         self._known = known
         owned = {block for text in self.texts for block in text.sequence.block_table}
-        owned |= {block for text in self.texts if text.sequence.plan for block in text.sequence.plan.fresh_blocks}
+        owned |= {block for text in self.texts if text.sequence.row_plan for block in text.sequence.row_plan.fresh_blocks}
         assert self.cache.pool.num_free == self.cache.pool.num_blocks - len(owned)
         assert len(self.cache.pool._hash_of) == len(known)
 
@@ -166,8 +166,8 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
         return
     text = checked.texts[int(generator.integers(len(checked.texts)))]
     draw = generator.random()
-    if draw < 0.76 and text.sequence.plan is not None:
-        nodes = len(text.sequence.plan.parents)
+    if draw < 0.76 and text.sequence.row_plan is not None:
+        nodes = len(text.sequence.row_plan.parents)
         is_chunk = len(text.token_ids) - text.sequence.committed_len >= nodes > 1
         checked.keep(text, nodes - 1 if is_chunk else int(generator.integers(nodes)), register=generator.random() < 0.9)
     elif draw < 0.76:
@@ -177,7 +177,7 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
     elif draw < 0.84:
         checked.truncate(text, int(generator.integers(text.sequence.committed_len + 1)))
     elif draw < 0.89:
-        checked.cache.evict(text.sequence)
+        checked.cache.unregister_prefix(text.sequence)
     else:
         checked.release(text)
 
@@ -199,7 +199,7 @@ def _run_events(seed: int, num_schedules: int, num_events: int = 250) -> tuple[i
             checked.check()
         assert checked.cache.pool.num_free == NUM_BLOCKS
         num_adopted += checked.num_adopted
-        num_evicted += checked.cache.stats.evicted_blocks
+        num_evicted += checked.cache.prefix_stats.evicted_blocks
     return num_adopted, num_evicted, num_refused
 
 
@@ -230,7 +230,7 @@ BREAKAGES = {
     "a salt that does not count": (BlockPool, "block_hashes", lambda self, tokens, salt, *rest: real_hashes(self, tokens, b"", *rest)),
     "a block that is written while it is known": (BlockPool, "unregister", lambda self, block: self._idle.pop(block, None)),
     "a further layer cache that is not notified": (KVCache, "add_layer_cache", lambda self, layer_cache: None),
-    "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._idle.pop(block, None) for block in blocks]),
+    "blocks given to two sequences": (BlockPool, "add_owner", lambda self, blocks: [self._idle.pop(block, None) for block in blocks]),
     "idle blocks that are never given up": (BlockPool, "num_free", property(lambda self: len(self._free))),
     "blocks that are not known again": (BlockPool, "release", _release_to_the_free_list),
 }
@@ -265,13 +265,13 @@ def test_prefix_of_a_released_sequence_is_matched_with_its_salt_only():
     assert checked.start(range(13)).sequence.committed_len == 12
     assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
     checked.check()
-    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (52, 20)
+    assert (checked.cache.prefix_stats.queried_tokens, checked.cache.prefix_stats.hit_tokens) == (52, 20)
 
 
 def test_released_prefix_is_not_counted_and_can_be_matched_again():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
-    before = replace(checked.cache.stats)
+    before = replace(checked.cache.prefix_stats)
     again = checked.start(range(10))
     assert again.sequence.committed_len == 8
     for _ in range(2):
@@ -279,9 +279,12 @@ def test_released_prefix_is_not_counted_and_can_be_matched_again():
         checked.check()
         assert (again.sequence.committed_len, again.sequence.block_table, again.sequence.block_hashes) == (0, [], [])
         assert checked.cache.pool.num_free == NUM_BLOCKS
-        assert checked.cache.stats == before
+        assert checked.cache.prefix_stats == before
     assert checked.cache.match_prefix(again.sequence, range(10)) == 8
-    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (before.queried_tokens + 10, before.hit_tokens + 8)
+    assert (checked.cache.prefix_stats.queried_tokens, checked.cache.prefix_stats.hit_tokens) == (
+        before.queried_tokens + 10,
+        before.hit_tokens + 8,
+    )
     checked.release(again)
 
 
@@ -299,12 +302,12 @@ def test_output_blocks_are_matched_too():
 def test_prefix_caching_off_registers_and_matches_nothing():
     cache = KVCache([], 9, block_size=SIZE, prefix_caching=False)
     sequence = cache.new_sequence()
-    cache.reserve(sequence, range(-1, 11))
+    cache.reserve_rows(sequence, range(-1, 11))
     cache.keep_path(sequence, 11)
     cache.register_prefix(sequence, range(12))
     assert len(cache.pool._hash_of) == 0
     assert cache.match_prefix(cache.new_sequence(), range(12)) == 0
-    assert cache.stats.queried_tokens == 0
+    assert cache.prefix_stats.queried_tokens == 0
 
 
 def test_register_prefix_reads_committed_tokens_of_new_full_blocks_only():
@@ -394,10 +397,10 @@ def test_uncached_free_blocks_are_allocated_first():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)
-    assert checked.cache.stats.evicted_blocks == 0
+    assert checked.cache.prefix_stats.evicted_blocks == 0
     blocks += checked.cache.pool.allocate(1)
-    assert checked.cache.stats.evicted_blocks == 1
-    with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 7 free"):
+    assert checked.cache.prefix_stats.evicted_blocks == 1
+    with pytest.raises(CapacityError, match="3 blocks needed, 2 of 7 free"):
         checked.cache.pool.allocate(3)
     assert len(checked.cache.pool._hash_of) == 2
 
@@ -448,7 +451,7 @@ def test_truncate_within_a_shared_block_copies_it():
 def test_evicted_prefix_is_never_matched():
     checked = CheckedCache()
     text = checked.prompt(range(13))
-    checked.cache.evict(text.sequence)
+    checked.cache.unregister_prefix(text.sequence)
     checked.check()
     assert checked.start(range(13)).sequence.committed_len == 0
     checked.release(text)
@@ -474,7 +477,7 @@ def test_match_prefix_of_a_sequence_with_rows_raises():
 def test_sharing_a_free_block_raises():
     pool = BlockPool(3, SIZE)
     with pytest.raises(RuntimeError, match="block 1 is free"):
-        pool.share([1])
+        pool.add_owner([1])
 
 
 def _know_the_tail(checked: CheckedCache, text: Text) -> None:
@@ -483,7 +486,7 @@ def _know_the_tail(checked: CheckedCache, text: Text) -> None:
 
 def _know_a_fresh_block(checked: CheckedCache, text: Text) -> None:
     checked.run(text, range(-1, 6), [0] * 6)
-    checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.plan.fresh_blocks[0])
+    checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.row_plan.fresh_blocks[0])
 
 
 def _know_it_for_something_else(checked: CheckedCache, text: Text) -> None:
@@ -511,4 +514,4 @@ def test_prefix_cache_check_detects_inconsistent_state(tamper, complaint):
     checked.check()
     tamper(checked, text)
     with pytest.raises(RuntimeError, match=complaint):
-        checked.cache.check()
+        checked.cache.check_consistency()

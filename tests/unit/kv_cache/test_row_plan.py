@@ -8,8 +8,8 @@ import pytest
 
 from paceline.kv_cache.row_plan import (
     RowPlan,
-    blocks_for,
     is_chain,
+    num_blocks_for,
     path_to,
     plan_rows,
     tree_mask,
@@ -43,8 +43,8 @@ def _random_parents(generator: np.random.Generator, num_nodes: int) -> list[int]
 
 def _plan(parents: Sequence[int], committed_len: int, block_size: int = 32) -> tuple[RowPlan, list[int]]:
     """The plan and the sequence's own block table before it."""
-    num_own = blocks_for(committed_len, block_size)
-    num_fresh = blocks_for(committed_len + len(parents), block_size) - num_own
+    num_own = num_blocks_for(committed_len, block_size)
+    num_fresh = num_blocks_for(committed_len + len(parents), block_size) - num_own
     blocks = (1 + np.random.default_rng([committed_len, len(parents)]).permutation(num_own + num_fresh)).tolist()
     return plan_rows(parents, committed_len, blocks[:num_own], blocks[num_own:], block_size), blocks[:num_own]
 
@@ -86,14 +86,14 @@ def _check_rows(plan: RowPlan, own_table: Sequence[int]) -> None:
 
 def _check_commit(plan: RowPlan, own_table: Sequence[int], node: int) -> None:
     cells = _run_pass(plan, own_table)
-    commit = plan.commit(node)
+    commit = plan.committed_path(node)
     for source, target in commit.moves:
         assert plan.committed_len <= target < commit.committed_len
         moved = cells[_cell(plan.block_table, source, plan.block_size)]
         cells[_cell(commit.block_table, target, plan.block_size)] = moved
     slots = range(commit.committed_len)
     assert [cells.get(_cell(commit.block_table, slot, plan.block_size)) for slot in slots] == _expected(plan, node)
-    assert len(commit.block_table) == blocks_for(commit.committed_len, plan.block_size)
+    assert len(commit.block_table) == num_blocks_for(commit.committed_len, plan.block_size)
     assert set(commit.block_table) <= {*own_table, *plan.fresh_blocks}
 
 
@@ -148,7 +148,7 @@ def test_is_chain_is_false_with_a_branch():
 def test_row_plan_commit_of_a_node_outside_the_tree_raises(parents, node):
     plan, _ = _plan(parents, 5)
     with pytest.raises(ValueError, match="not in the tree"):
-        plan.commit(node)
+        plan.committed_path(node)
 
 
 def test_fault_of_a_tree_mask_that_shows_a_sibling_is_found():

@@ -11,7 +11,7 @@ from paceline.kv_cache import sliding_window as module
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.kv_cache.row_plan import blocks_for, path_to
+from paceline.kv_cache.row_plan import num_blocks_for, path_to
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 
 SIZE = 4
@@ -64,16 +64,16 @@ class Bench:
     def run(self, text: Text, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """As a pass: rows are written to their slots, in the blocks that each memory names."""
         sequence, start = text.sequence, text.sequence.committed_len
-        plan = self.cache.reserve(sequence, parents)
+        plan = self.cache.reserve_rows(sequence, parents)
         text.drafted = list(tokens)
-        tables = [list(plan.block_table), *(window.table(sequence.id) for window in self.windows)]
+        tables = [list(plan.block_table), *(window.block_table(sequence.id) for window in self.windows)]
         for memory, table in zip(self.cache.layer_caches, tables, strict=True):
             for node in range(plan.num_rows):
                 slot, before = start + node, [tokens[one] for one in path_to(parents, node)]
                 memory.storage[:, table[slot // SIZE], :, slot % SIZE] = self._label([*text.token_ids[:start], *before])
 
     def keep(self, text: Text, node: int) -> None:
-        start, plan = text.sequence.committed_len, text.sequence.plan
+        start, plan = text.sequence.committed_len, text.sequence.row_plan
         assert plan is not None
         kept = [text.drafted[one] for one in path_to(plan.parents, node)]
         self.cache.keep_path(text.sequence, node)
@@ -98,27 +98,27 @@ class Bench:
 
     def has_room(self, num_rows: int) -> bool:
         """Whether this many rows fit in addition to those that run."""
-        plans = [text.sequence.plan for text in self.texts]
+        plans = [text.sequence.row_plan for text in self.texts]
         return num_rows + sum(len(plan.parents) for plan in plans if plan is not None) <= self.limits.max_rows
 
     def release(self, text: Text) -> None:
-        self.cache.release(text.sequence)
+        self.cache.release_sequence(text.sequence)
         self.texts.remove(text)
 
     def check(self) -> None:
         """What the next row sees is there; between passes nothing farther back is held."""
-        self.cache.check()
+        self.cache.check_consistency()
         for window in self.windows:
             check_window(window)
             for text in self.texts:
                 length = text.sequence.committed_len
                 first = max(0, length - window.window + 1)
                 for slot in range(first, length):
-                    table = window.table(text.sequence.id)
+                    table = window.block_table(text.sequence.id)
                     rows = window.storage[:, table[slot // SIZE], 0, slot % SIZE, 0]
                     assert rows.tolist() == [self._label(text.token_ids[: slot + 1])] * 2, (window.window, slot, length)
-                if text.sequence.plan is None:
-                    assert num_held(window, text.sequence.id) <= blocks_for(window.window - 1 + TRUNCATION_SLACK_ROWS, SIZE) + 1
+                if text.sequence.row_plan is None:
+                    assert num_held(window, text.sequence.id) <= num_blocks_for(window.window - 1 + TRUNCATION_SLACK_ROWS, SIZE) + 1
 
     def _label(self, token_ids: Sequence[int]) -> int:
         return self._labels.setdefault(tuple(token_ids), len(self._labels) + 1)
@@ -131,7 +131,7 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
         bench.start([*base[: int(generator.integers(0, 41))], *generator.integers(0, 2, int(generator.integers(1, 8))).tolist()])
         return
     text = bench.texts[int(generator.integers(len(bench.texts)))]
-    draw, plan, rest = generator.random(), text.sequence.plan, text.token_ids[text.sequence.committed_len :]
+    draw, plan, rest = generator.random(), text.sequence.row_plan, text.token_ids[text.sequence.committed_len :]
     if draw < 0.8 and plan is not None:
         bench.keep(text, len(plan.parents) - 1 if len(rest) > 1 else int(generator.integers(len(plan.parents))))
     elif draw < 0.8 and len(rest) > 1:
@@ -145,12 +145,12 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
             return
         bench.run(text, parents, [*rest, *generator.integers(0, 3, len(parents) - 1).tolist()])
     elif draw < 0.83:
-        bench.cache.cancel(text.sequence)
+        bench.cache.drop_reserved_rows(text.sequence)
     elif draw < 0.9:
         length = int(generator.integers(text.sequence.committed_len + 1))
         assert bench.truncate(text, length) <= length
     elif draw < 0.92:
-        bench.cache.evict(text.sequence)
+        bench.cache.unregister_prefix(text.sequence)
     else:
         bench.release(text)
 
@@ -264,7 +264,7 @@ def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeyp
         patch.setattr(BlockPool, "release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_all(text)
-    bench.cache.release(text.sequence)
+    bench.cache.release_sequence(text.sequence)
     for pool in (window.pool for window in bench.windows):
         unowned = [*pool._free, *pool._idle]
         assert len(unowned) == len({*unowned})
@@ -275,9 +275,9 @@ def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeyp
 def test_windowed_cache_reserve_without_free_blocks_changes_nothing() -> None:
     bench = Bench(of_windows=2)
     text = bench.start(range(20))
-    with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 2 free"):
+    with pytest.raises(CapacityError, match="3 blocks needed, 2 of 2 free"):
         bench.run(text, range(-1, 9), range(10))
-    assert (text.sequence.plan, bench.cache.pool.num_free) == (None, NUM_BLOCKS)
+    assert (text.sequence.row_plan, bench.cache.pool.num_free) == (None, NUM_BLOCKS)
     bench.run(text, range(-1, 7), range(8))
     bench.keep(text, 7)
     bench.check()

@@ -88,7 +88,7 @@ def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:
 def allows(tokenizer: Tokenizer, grammar: Grammar | None, text: str, prompt: str = "") -> bool:
     """Whether a grammar takes a text and its end."""
     assert grammar is not None
-    matcher = compiler_of(tokenizer).matcher(grammar, tokenizer.encode(prompt))
+    matcher = compiler_of(tokenizer).new_matcher(grammar, tokenizer.encode(prompt))
     return matcher.is_allowed([*tokenizer.encode(text, add_special_tokens=False), END])
 
 
@@ -192,7 +192,7 @@ def test_texts_sampled_from_a_tool_grammar_parse_as_valid_calls(mini_dir: Path, 
     ends = [token_id for text in ('"', "}", "]", ",", "\n", "</", "1") for token_id in tokenizer.encode(text, add_special_tokens=False)]
     shown = [token_id for token in formats.tokens(TOOLS) if (token_id := tokenizer.added_token_id(token)) is not None]
     for _ in range(40 if large_counts else 2):
-        matcher, detokenizer, token_id = compiler.matcher(grammar), tokenizer.detokenizer(shown), 0
+        matcher, detokenizer, token_id = compiler.new_matcher(grammar), tokenizer.detokenizer(shown), 0
         num_tokens = 0
         while token_id != END and num_tokens < 600:
             scores = random.normal(size=tokenizer.vocab_size).astype(np.float32)

@@ -81,7 +81,7 @@ def test_forward_profile_measures_passes_that_follow_cached_tokens(monkeypatch: 
     assert len(first.positions) == 64
     assert [len(batch.positions) for batch in rest] == [1, 5] * 4
     assert all(batch.ranges[0].cached_len == 64 for batch in rest)
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == 8
     assert runtime.num_passes == 7, "they are nobody's"
 
@@ -116,7 +116,7 @@ def test_failing_profile_pass_leaves_the_cache_clean(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measure(runtime, cache, (1, 5), monkeypatch)
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == 8
 
 
@@ -165,5 +165,5 @@ def test_profile_of_a_short_context_has_fewer_points(max_model_len: int, num_blo
     table = cost.measure_profile(runtime, cache, max_model_len=max_model_len)  # type: ignore[arg-type]
     assert table.seconds_at(1) == pytest.approx(1.1)
     assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_model_len, cache.max_slots)
-    cache.check()
+    cache.check_consistency()
     assert cache.pool.num_free == num_blocks

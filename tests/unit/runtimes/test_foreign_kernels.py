@@ -98,9 +98,9 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
     cache = network.new_cache(8)
     one, other = cache.new_sequence(), cache.new_sequence()
     token_ids = np.random.default_rng(1).integers(1, 90, 40).tolist()
-    network.forward(*assemble_pass([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
+    network.forward(*assemble_pass([cache.reserve_rows(one, range(-1, 39))], [token_ids], [range(40)]))
     cache.keep_path(one, 39)
-    plans = [cache.reserve(one, [-1, 0, 0, 1]), cache.reserve(other, range(-1, 19))]
+    plans = [cache.reserve_rows(one, [-1, 0, 0, 1]), cache.reserve_rows(other, range(-1, 19))]
     inputs, batch, wanted = assemble_pass(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
     program = network._programs[None]
     execution, num_rows = program.execution, len(batch.positions)

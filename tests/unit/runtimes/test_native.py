@@ -61,7 +61,7 @@ def open_runtime(
 def run_prompt(runtime: NativeNetwork, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
     """One pass over a prompt in a cache of its own."""
     cache = runtime.new_cache(2 + len(token_ids) // 32)
-    plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(token_ids) - 1))
     return runtime.forward(*assemble_pass([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
 
 
@@ -70,7 +70,7 @@ def decode(runtime: NativeNetwork, token_ids: Sequence[int]) -> FloatArray:
     cache = runtime.new_cache(2 + len(token_ids) // 32)
     sequence, rows = cache.new_sequence(), []
     for token in token_ids:
-        plan = cache.reserve(sequence, range(-1, 0))
+        plan = cache.reserve_rows(sequence, range(-1, 0))
         rows.append(runtime.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0].copy())
         cache.keep_path(sequence, 0)
     return np.stack(rows)
@@ -133,7 +133,7 @@ def test_interrupt_while_a_ranked_program_is_built_leaves_none(token_ids: list[i
     """It would have no cache, and the next pass would write to address 0."""
     runtime = open_runtime(seed)
     best = run_prompt(runtime, token_ids[:4]).logits.argmax(axis=1).tolist()
-    plan = (cache := runtime.new_cache(2)).reserve(cache.new_sequence(), range(-1, 3))
+    plan = (cache := runtime.new_cache(2)).reserve_rows(cache.new_sequence(), range(-1, 3))
     inputs, batch, wanted = assemble_pass([plan], [token_ids[:4]], [range(4)])
     wanted = wanted._replace(summary=SummaryOptions(CONFIG.vocab_size, 2))
 
@@ -183,7 +183,7 @@ def test_native_buffers_start_at_cache_lines(token_ids: list[int], seed: int) ->
     """So no vector of the kernels spans two of them; the arrays are large enough to be mapped, which numpy begins 16 bytes later."""
     runtime = open_runtime(seed)
     cache = runtime.new_cache(4000)
-    plan = cache.reserve(cache.new_sequence(), range(-1, 39))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, 39))
     runtime.forward(*assemble_pass([plan], [token_ids[:40]], [range(40)]))
     execution = runtime._programs[None].execution
     arrays = [
@@ -252,7 +252,7 @@ cache = runtime.new_cache(8)
 faulthandler.dump_traceback_later({PATIENCE_S}, exit=True)  # from here on, because Python takes minutes to start under an emulator
 
 def run(count):
-    plan = cache.reserve(cache.new_sequence(), range(-1, count - 1))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, count - 1))
     batch = assemble_pass([plan], [[5] * count], [range(count)])
     end = time.monotonic() + 1.0
     while time.monotonic() < end:

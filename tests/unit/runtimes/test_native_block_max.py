@@ -85,7 +85,7 @@ def passed(**fields: Any) -> ForwardOutput:
     tensors = {name: Tensor(array, WeightType.F32, array.shape) for name, array in weights.items()}
     network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
-    plans = [cache.reserve(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
+    plans = [cache.reserve_rows(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
     output = network.forward(*assemble_pass(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))
     assert output.block_max is None or np.array_equal(output.block_max, block_max_of(output.logits))
     return output
@@ -99,7 +99,7 @@ def test_block_max_is_dropped_if_logits_change_after_the_product() -> None:
 def sample(logits: FloatArray, block_max: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> SampledPath | None:
     sampler = sampler_of(CompiledBatchPathSampler(logits.shape[1]), params)
     request = PathRequest(sampler, tree.token_ids, tree.parents, index, 0, 7)
-    return sampler.batch.sample([request], LogitsView(logits, block_max))[0]
+    return sampler.batch_sampler.sample([request], LogitsView(logits, block_max))[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

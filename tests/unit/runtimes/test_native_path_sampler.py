@@ -53,7 +53,7 @@ def sample(
 ) -> SampledPath | None:
     sampler = sampler_of(CompiledBatchPathSampler(logits.shape[1]), params)
     request = PathRequest(sampler, tree.token_ids, tree.parents, seed, sample_index, position)
-    return sampler.batch.sample([request], LogitsView(logits))[0]
+    return sampler.batch_sampler.sample([request], LogitsView(logits))[0]
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
@@ -200,7 +200,7 @@ def test_path_sampler_of_edited_rows_equals_the_reference_sampler(edit: dict[str
             row[:12] += 9.0  # those that are edited
             best = int(row.argmax())
             before, path = row.copy(), [best, 1, best][: index % 4]
-            edited = processor.edit(row, path)
+            edited = processor.edit_logits(row, path)
             assert edited.draw(index, 0, 11) == draw(processor.process(row, path), index, 0, 11)
             assert np.array_equal(row, before)
             decided += sample_row(sampler, edited.logits, index, 0, 11) is not None
@@ -213,7 +213,7 @@ def test_damaged_logit_is_reported_even_if_its_token_is_banned(value: float) -> 
     row[7] = value
     processor = LogitsProcessor(params, 97, [1], bad_word_ids=[[7]], path_sampler=sampler_of(CompiledBatchPathSampler(97), params))
     with pytest.raises(CheckpointError):
-        processor.edit(row)
+        processor.edit_logits(row)
 
 
 def test_custom_processor_is_called_once_per_row() -> None:
@@ -226,7 +226,7 @@ def test_custom_processor_is_called_once_per_row() -> None:
     params = SamplingParams(temperature=1.0, processors=(note,))
     processor = LogitsProcessor(params, 64, [1], path_sampler=sampler_of(CompiledBatchPathSampler(64), params))
     row = rows_of("flat", 1, 64, 1)[0]
-    assert processor.edit(row).draw(1, 0, 3) == draw(LogitsProcessor(SamplingParams(temperature=1.0), 64, [1]).process(row), 1, 0, 3)
+    assert processor.edit_logits(row).draw(1, 0, 3) == draw(LogitsProcessor(SamplingParams(temperature=1.0), 64, [1]).process(row), 1, 0, 3)
     assert seen == [1]
 
 

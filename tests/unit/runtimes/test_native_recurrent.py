@@ -35,7 +35,7 @@ def open_network(config: ModelConfig, seed: int, compose: NetworkDefinition | No
 
 def num_states(states: RecurrentStateCache) -> int:
     """States in use, spare ones excluded."""
-    return sum(1 for _ in states._all_states()) - len(states._spare)
+    return sum(1 for _ in states._all_states()) - len(states._spare_states)
 
 
 def memory_of(cache: KVCache) -> RecurrentStateCache:
@@ -133,7 +133,7 @@ def test_recurrent_mixer_equals_its_reference(mixer: Recurrent, num_rows: int, s
     network = open_network(config, seed, lambda blocks: {HIDDEN_STATES: recurrent_block(blocks, mixer, blocks.embedding("embedding"), 0)})
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, num_rows).tolist()
     cache = network.new_cache(8)
-    plan = cache.reserve(cache.new_sequence(), range(-1, num_rows - 1), num_rows)
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, num_rows - 1), num_rows)
     found = network.forward(*assemble_pass([plan], [token_ids], [[]])).hidden_states
     wanted = Reference(mixer, network.weights)(network.embed(np.array(token_ids, np.int32)).astype(np.float64))
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
@@ -150,10 +150,10 @@ class PlainDecoding:
 
     def logits(self, text: Sequence[int]) -> FloatArray:
         if self._text != list(text[: len(self._text)]):
-            self._cache.release(self._sequence)
+            self._cache.release_sequence(self._sequence)
             self._sequence, self._text, self._rows = self._cache.new_sequence(), [], []
         for token in text[len(self._text) :]:
-            plan = self._cache.reserve(self._sequence, [-1])
+            plan = self._cache.reserve_rows(self._sequence, [-1])
             self._rows.append(self._network.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0].copy())
             self._cache.keep_path(self._sequence, 0)
             self._text.append(token)
@@ -187,7 +187,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
                 knowns.append(int(random.choice([1, 1, 1, 2, MIN_UNRECORDED_ROWS, 40])))
                 trees.append(random_tree(random, knowns[-1], int(random.choice([0, 0, 3, 9]))))
                 tokens.append(random.integers(0, config.vocab_size, len(trees[-1])).tolist())
-            plans = [cache.reserve(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
+            plans = [cache.reserve_rows(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
             output = network.forward(*assemble_pass(plans, tokens, [range(len(tree)) for tree in trees]))
             rows = np.split(output.logits.copy(), np.cumsum([len(tree) for tree in trees])[:-1])
             for index, tree, ids, known, found in zip(running, trees, tokens, knowns, rows, strict=True):
@@ -196,21 +196,21 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
                 text = [*texts[index], *(ids[row] for row in path)]
                 np.testing.assert_array_equal(found[path], plain[index].logits(text)[-len(path) :])
                 if random.random() < 0.2:
-                    cache.cancel(sequences[index])
+                    cache.drop_reserved_rows(sequences[index])
                 else:
                     cache.keep_path(sequences[index], node)
                     texts[index] = text
             check_states(memory)
         for sequence in sequences:
-            cache.release(sequence)
+            cache.release_sequence(sequence)
         assert num_states(memory) == 0
 
 
 def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) -> FloatArray:
     """The state after the committed rows, computed by a row that is dropped."""
-    plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
+    plan = cache.reserve_rows(sequence, [-1])  # type: ignore[arg-type]
     network.forward(*assemble_pass([plan], [[0]], [[0]]))
-    cache.cancel(sequence)  # type: ignore[arg-type]
+    cache.drop_reserved_rows(sequence)  # type: ignore[arg-type]
     state = memory_of(cache).plan_update(plan.sequence_id).state
     return state.copy()  # type: ignore[no-any-return]
 
@@ -225,7 +225,7 @@ def test_recurrent_state_after_decoding_equals_that_after_prefill(seed: int, lar
         sequence = cache.new_sequence()
         for start in range(0, count, step):
             ids = token_ids[start : start + step]
-            network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [[]]))
+            network.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [[]]))
             cache.keep_path(sequence, len(ids) - 1)
         states.append(committed_state(network, cache, sequence))
     np.testing.assert_array_equal(states[0], states[1])
@@ -238,7 +238,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
     for _ in range(int(random.integers(1, 8))):
         kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
         if kind == "preempt":
-            cache.release(sequence)
+            cache.release_sequence(sequence)
             sequence = cache.new_sequence()
             text = text[: cache.match_prefix(sequence, [*text, 0])]
             continue
@@ -248,7 +248,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
         known = int(random.choice([1, 1, 3, MIN_UNRECORDED_ROWS, 33]))
         tree = random_tree(random, known, int(random.choice([0, 2, 6])))
         ids = random.integers(0, vocab_size, len(tree)).tolist()
-        plan = cache.reserve(sequence, tree, known)
+        plan = cache.reserve_rows(sequence, tree, known)
         for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
             network.forward(*assemble_pass([plan], [ids], [[0]]))
         if kind == "keep":
@@ -257,17 +257,17 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
             cache.keep_path(sequence, node)
             cache.register_prefix(sequence, text)
         else:
-            cache.cancel(sequence)
+            cache.drop_reserved_rows(sequence)
     if random.random() < 0.2 or not text:  # aborted
-        cache.release(sequence)
+        cache.release_sequence(sequence)
         return None
     states = [committed_state(network, cache, sequence)]
-    cache.release(sequence)
+    cache.release_sequence(sequence)
     sequence = cache.new_sequence()
-    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
+    network.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
     cache.keep_path(sequence, len(text) - 1)
     states.append(committed_state(network, cache, sequence))
-    cache.release(sequence)
+    cache.release_sequence(sequence)
     np.testing.assert_array_equal(*states)
     return states[0]
 
@@ -275,13 +275,13 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
 def test_recurrent_state_after_random_events_equals_a_fresh_run(seed: int, large_counts: bool) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=1)
-    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=5))
+    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval_rows=64, max_checkpoints=5))
     count = 10_000 if large_counts else 200
     compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
     assert compared > count / 2
     memory = memory_of(cache)
     check_states(memory)
-    cache.check()
+    cache.check_consistency()
     assert 0 < num_states(memory) <= 5
     cache.pool.release(cache.pool.allocate(40))  # evicts everything
     assert num_states(memory) == 0
@@ -291,7 +291,7 @@ def test_recurrent_state_after_random_events_equals_a_fresh_run(seed: int, large
 def test_cached_prefixes_have_the_recurrent_state_of_plain_decoding(stride: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
-    cache = network.new_cache(100, checkpoints=CheckpointConfig(interval=stride, max_checkpoints=3))
+    cache = network.new_cache(100, checkpoints=CheckpointConfig(interval_rows=stride, max_checkpoints=3))
     token_ids = random.integers(0, config.vocab_size, 250).tolist()
     wanted, hits = plain_logits(config, seed, token_ids), set()
     for _ in range(12):
@@ -301,13 +301,15 @@ def test_cached_prefixes_have_the_recurrent_state_of_plain_decoding(stride: int,
         assert length % 32 == 0
         while length < stop:
             ids = token_ids[length : length + int(random.choice([1, 20, 64]))]
-            output = network.forward(*assemble_pass([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [range(len(ids))]))
+            output = network.forward(
+                *assemble_pass([cache.reserve_rows(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [range(len(ids))])
+            )
             np.testing.assert_array_equal(output.logits, wanted[length : length + len(ids)])
             cache.keep_path(sequence, len(ids) - 1)
             length += len(ids)
             cache.register_prefix(sequence, token_ids)
             check_states(memory_of(cache))
-        cache.release(sequence)
+        cache.release_sequence(sequence)
         assert num_states(memory_of(cache)) <= 3
     assert len(hits) > 2
 
@@ -321,7 +323,7 @@ def test_truncated_recurrent_rows_leave_no_state(seed: int) -> None:
         agreed = len(text)
         for _ in range(int(random.integers(1, 4))):
             ids = random.integers(0, config.vocab_size, int(random.integers(1, 3))).tolist()
-            plan = cache.reserve(sequence, range(-1, len(ids) - 1), pinned_len=agreed)
+            plan = cache.reserve_rows(sequence, range(-1, len(ids) - 1), pinned_len=agreed)
             output = network.forward(*assemble_pass([plan], [ids], [range(len(ids))]))
             np.testing.assert_array_equal(output.logits, plain_logits(config, seed, text + ids)[len(text) :])
             cache.keep_path(sequence, len(ids) - 1)
@@ -340,7 +342,7 @@ def test_repeated_pass_updates_the_recurrent_state_once(seed: int) -> None:
     sequence = cache.new_sequence()
     wanted = plain_logits(config, seed, [1, 2, 3, 4])
     for token in (1, 2, 3, 4):
-        plan = cache.reserve(sequence, [-1])
+        plan = cache.reserve_rows(sequence, [-1])
         for _ in range(3):
             np.testing.assert_array_equal(network.forward(*assemble_pass([plan], [[token]], [[0]])).logits[0], wanted[token - 1])
         cache.keep_path(sequence, 0)
@@ -366,7 +368,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
     """Run and keep the next `count` tokens."""
     length = sequence.committed_len
     ids = token_ids[length : length + count]
-    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, count - 1), known)], [ids], [[0]]))
+    network.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, count - 1), known)], [ids], [[0]]))
     cache.keep_path(sequence, count - 1)
     cache.register_prefix(sequence, token_ids[: length + count])
 
@@ -379,7 +381,7 @@ def test_interrupt_in_the_recurrent_state_cache_leaves_other_requests(num_known:
     wanted, line, is_over, num_hits = plain_logits(config, seed, token_ids), 0, False, 0
     while not is_over:
         line += 1
-        cache = network.new_cache(30, checkpoints=CheckpointConfig(interval=32, max_checkpoints=4))
+        cache = network.new_cache(30, checkpoints=CheckpointConfig(interval_rows=32, max_checkpoints=4))
         sequence = cache.new_sequence()
         append(network, cache, sequence, token_ids, 33, 33)
         for count in [1] * 20 + [12]:  # the end of the second block is pending
@@ -390,15 +392,15 @@ def test_interrupt_in_the_recurrent_state_cache_leaves_other_requests(num_known:
             is_over = True
         except KeyboardInterrupt:
             sys.settrace(None)
-            cache.cancel(sequence)
+            cache.drop_reserved_rows(sequence)
         finally:
             sys.settrace(None)
-        cache.release(sequence)
+        cache.release_sequence(sequence)
         sequence = cache.new_sequence()
         length = cache.match_prefix(sequence, token_ids)
         num_hits += length > 0
         ids = token_ids[length:]
-        plan = cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))
+        plan = cache.reserve_rows(sequence, range(-1, len(ids) - 1), len(ids))
         np.testing.assert_array_equal(network.forward(*assemble_pass([plan], [ids], [range(len(ids))])).logits, wanted[length:])
     assert line > 50
     assert num_hits > line / 2
@@ -419,8 +421,8 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda self, real=RecurrentStateCache._new_state, **_: real(self),
     ),
     "a text begins with a state without the records behind it": (
-        "_take_records",
-        lambda self, text, count, real=RecurrentStateCache._take_records: real(self, text, count)[
+        "_allocate_records",
+        lambda self, text, count, real=RecurrentStateCache._allocate_records: real(self, text, count)[
             : 0 if text.length and count > 1 else None
         ],
     ),
@@ -446,5 +448,5 @@ def test_nan_in_recurrent_weights_reaches_the_logits(mixer: Recurrent, part: str
     tensors[name].array.reshape(-1)[0] = np.nan
     network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
-    logits = network.forward(*assemble_pass([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
+    logits = network.forward(*assemble_pass([cache.reserve_rows(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
     assert np.isnan(logits[1:]).all()

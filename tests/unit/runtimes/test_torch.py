@@ -43,7 +43,7 @@ def open_runtime(
 def test_torch_computes_logits_of_requested_rows_only(directory: Path) -> None:
     runtime = open_runtime(directory)
     cache = runtime.new_cache(4)
-    plan = cache.reserve(cache.new_sequence(), range(-1, 4))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, 4))
     output = runtime.forward(*assemble_pass([plan], [[1, 2, 3, 4, 5]], [[]]))
     assert output.logits.shape == (0, VOCAB_SIZE)
     assert output.hidden_states.shape == (5, 64)
@@ -119,7 +119,7 @@ def test_torch_prompt_logits_on_cuda_equal_those_on_the_cpu(directory: Path) -> 
     for device in ("cpu", "cuda"):
         runtime = open_runtime(directory, device=device)
         cache = runtime.new_cache(8)
-        plan = cache.reserve(cache.new_sequence(), range(-1, 49))
+        plan = cache.reserve_rows(cache.new_sequence(), range(-1, 49))
         outputs.append(runtime.forward(*assemble_pass([plan], [list(range(50))], [list(range(50))])).logits)
     assert np.abs(outputs[0] - outputs[1]).max() <= 1e-3
 

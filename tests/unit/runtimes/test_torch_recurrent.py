@@ -30,7 +30,7 @@ def open_torch(config: ModelConfig, seed: int, **options: object) -> TorchNetwor
 
 def one_pass(network: Network, token_ids: list[int]) -> FloatArray:
     cache = network.new_cache(2 + len(token_ids) // 32)
-    plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1), len(token_ids))
+    plan = cache.reserve_rows(cache.new_sequence(), range(-1, len(token_ids) - 1), len(token_ids))
     return network.forward(*assemble_pass([plan], [token_ids], [range(len(token_ids))])).logits.copy()
 
 
@@ -56,12 +56,12 @@ def random_tree(random: np.random.Generator, num_known: int, num_drafted: int) -
 def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offset: int) -> None:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
-    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=4))
+    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval_rows=64, max_checkpoints=4))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(14):
         kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
         if kind == "preempt":
-            cache.release(sequence)
+            cache.release_sequence(sequence)
             sequence = cache.new_sequence()
             text = text[: cache.match_prefix(sequence, [*text, 0])]
         elif kind == "cut":
@@ -89,13 +89,13 @@ def check_a_pass(
     ids = random.integers(0, network.config.vocab_size, len(tree)).tolist()
     node = int(random.integers(known - 1, len(tree)))
     path = path_to(tree, node)
-    plan = cache.reserve(sequence, tree, known)
+    plan = cache.reserve_rows(sequence, tree, known)
     for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
         found = network.forward(*assemble_pass([plan], [ids], [path])).logits
         expected = one_pass(alone, text + [ids[row] for row in path])[len(text) :]
         np.testing.assert_allclose(found, expected, atol=BOUND, rtol=BOUND)
     if kind != "keep":
-        cache.cancel(sequence)
+        cache.drop_reserved_rows(sequence)
         return []
     cache.keep_path(sequence, node)
     cache.register_prefix(sequence, text + [ids[row] for row in path])
@@ -110,7 +110,7 @@ def test_torch_recurrent_sequences_in_one_pass_equal_each_alone(seed: int) -> No
     sequences, done = [cache.new_sequence() for _ in texts], [0, 0, 0]
     for _ in range(4):
         counts = random.choice([1, 5, 15], 3).tolist()
-        plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence, count in zip(sequences, counts, strict=True)]
+        plans = [cache.reserve_rows(sequence, range(-1, count - 1)) for sequence, count in zip(sequences, counts, strict=True)]
         ids = [text[begin : begin + count] for text, begin, count in zip(texts, done, counts, strict=True)]
         output = network.forward(*assemble_pass(plans, ids, [range(count) for count in counts]))
         for part, text, begin, count in zip(
@@ -127,14 +127,14 @@ def test_recurrent_states_are_float32_for_every_weight_type(seed: int) -> None:
     network = open_torch(config, seed, weight_type=WeightType.BF16)
     cache = network.new_cache(4)
     sequence = cache.new_sequence()
-    network.forward(*assemble_pass([cache.reserve(sequence, range(-1, 19), 20)], [[*range(20)]], [[19]]))
+    network.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, 19), 20)], [[*range(20)]], [[19]]))
     cache.keep_path(sequence, 19)
     memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
-    cache.reserve(sequence, [-1])
+    cache.reserve_rows(sequence, [-1])
     work = memory.plan_update(sequence.id)
     assert work.state.dtype is torch.float32
     assert work.state.abs().max() > 0
-    cache.cancel(sequence)
+    cache.drop_reserved_rows(sequence)
 
 
 def test_recurrent_network_needs_a_state_cache(seed: int) -> None:
@@ -142,7 +142,7 @@ def test_recurrent_network_needs_a_state_cache(seed: int) -> None:
     network, other = open_torch(config, seed), open_torch(config, seed)
     network.allocate_kv(2)
     cache = other.new_cache(2)
-    plan = cache.reserve(cache.new_sequence(), [-1])
+    plan = cache.reserve_rows(cache.new_sequence(), [-1])
     with pytest.raises(RuntimeError, match="call new_cache"):
         network.forward(*assemble_pass([plan], [[0]], [[0]]))
 
@@ -159,4 +159,4 @@ def test_recurrent_states_larger_than_memory_are_a_capacity_error(seed: int, mon
 
     monkeypatch.setattr(torch, "zeros", refused)
     with pytest.raises(CapacityError, match="lower max_num_seqs"):
-        cache.reserve(cache.new_sequence(), [-1])
+        cache.reserve_rows(cache.new_sequence(), [-1])

@@ -22,7 +22,7 @@ def test_completion_defaults_are_recommended_or_documented_values() -> None:
 
 
 def test_given_sampling_parameters_override_recommended_ones() -> None:
-    params = OWN.fill_chat(SamplingParams(temperature=0.0, max_tokens=5), given={"temperature"})
+    params = OWN.apply_chat_defaults(SamplingParams(temperature=0.0, max_tokens=5), explicit={"temperature"})
     assert params == SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5)
 
 
@@ -32,6 +32,6 @@ def test_invalid_recommended_sampling_value_is_ignored(pair: tuple[str, float]) 
 
 
 def test_sampling_description_marks_the_values_of_the_model() -> None:
-    assert OWN.describe(OWN.fill_chat(SamplingParams(), ())) == "sampling: temperature 0.6, top_p 0.95 (the model's own)"
+    assert OWN.describe(OWN.apply_chat_defaults(SamplingParams(), ())) == "sampling: temperature 0.6, top_p 0.95 (the model's own)"
     assert OWN.describe(SamplingParams()) == "sampling: greedy"
     assert SamplingDefaults().describe(SamplingParams(temperature=0.7, top_k=5)) == "sampling: temperature 0.7, top_k 5"

@@ -46,7 +46,7 @@ def test_listed_and_dense_token_probs_give_the_same_results(seed):
         np.testing.assert_allclose(_dense(residual(target, weights)), wanted, rtol=1e-12)
         others = draft_values.copy()
         others[token] = 0.0
-        rest = draft.without(token)
+        rest = draft.without_token(token)
         assert (rest is None) == (not others.any())
         if rest is not None:
             np.testing.assert_allclose(_dense(rest), others / others.sum(), rtol=1e-12)
@@ -56,9 +56,9 @@ def test_listed_and_dense_token_probs_give_the_same_results(seed):
 
 def test_probs_of_ids_outside_a_distribution_are_zero():
     short, long = TokenProbs(np.array([0.5, 0.5])), TokenProbs(np.array([0.1, 0.2, 0.3, 0.4]))
-    assert short.at_ids_of(long).tolist() == [0.5, 0.5, 0.0, 0.0]
-    assert long.at_ids_of(short).tolist() == [0.1, 0.2]
-    assert short.at_ids_of(TokenProbs(np.array([0.5, 0.5]), np.array([1, 3]))).tolist() == [0.5, 0.0]
+    assert short.probs_at_ids_of(long).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert long.probs_at_ids_of(short).tolist() == [0.1, 0.2]
+    assert short.probs_at_ids_of(TokenProbs(np.array([0.5, 0.5]), np.array([1, 3]))).tolist() == [0.5, 0.0]
     assert short.prob(3) == acceptance_ratio(long, short, 3) == 0
 
 
@@ -85,7 +85,7 @@ def test_token_at_never_returns_a_token_of_probability_0(uniform, seed):
     generator = np.random.default_rng(seed)
     for _ in range(300):
         probs, values = _random_probs(generator)
-        assert values[probs.token_at(uniform)] > 0.0
+        assert values[probs.token_at_quantile(uniform)] > 0.0
 
 
 def test_token_at_random_quantile_follows_the_distribution(seed):
@@ -96,7 +96,7 @@ def test_token_at_random_quantile_follows_the_distribution(seed):
     distribution = {token: float(value) for token, value in enumerate(textbook_probs(logits, params)) if value > 0}
     counts = dict.fromkeys(distribution, 0)
     for one in range(seed, seed + 20_000):
-        counts[probs.token_at(step_uniform(one, 0, 10, Purpose.RESIDUAL, 1))] += 1
+        counts[probs.token_at_quantile(step_uniform(one, 0, 10, Purpose.RESIDUAL, 1))] += 1
     assert chi_square_p_value(counts, distribution) > 0.001
 
 

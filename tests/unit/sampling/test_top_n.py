@@ -6,13 +6,13 @@ import pytest
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.truncation import TOP_N, support_of, top_n, top_probs
+from paceline.sampling.truncation import SUPPORT_TOP_N, support_of, top_n, top_probs
 
 SETTINGS = [
     SamplingParams(temperature=0.7, top_p=0.9),
     SamplingParams(temperature=1.0, top_p=0.5, min_p=0.2),
     SamplingParams(temperature=1.0, top_k=3),
-    SamplingParams(temperature=1.3, top_k=TOP_N, top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=SUPPORT_TOP_N, top_p=0.8),
     SamplingParams(temperature=1.0, top_k=40, min_p=0.05),
     SamplingParams(temperature=0.9, top_p=0.3),
 ]
@@ -25,7 +25,7 @@ def test_draw_from_a_whole_support_equals_the_draw_from_the_row(params: Sampling
         row = random.normal(scale=random.uniform(0.5, 6.0), size=200).astype(np.float32)
         whole = LogitsProcessor(params, 200, [1]).process(row)
         scores = row / np.float32(params.temperature)
-        order = np.argsort(-scores, kind="stable")[:TOP_N]
+        order = np.argsort(-scores, kind="stable")[:SUPPORT_TOP_N]
         shares = np.exp(scores - scores.max())
         support = support_of(params, (shares[order] / shares.sum()).tolist())
         likely = int((whole.log_probs() > -np.inf).sum())
@@ -40,10 +40,10 @@ def test_draw_from_a_whole_support_equals_the_draw_from_the_row(params: Sampling
 
 
 def test_candidate_support_of_a_flat_row_is_incomplete() -> None:
-    flat = [1.0 / 200] * TOP_N
+    flat = [1.0 / 200] * SUPPORT_TOP_N
     assert not support_of(SamplingParams(temperature=1.0, top_p=0.9), flat).is_all
     assert not support_of(SamplingParams(temperature=1.0, top_k=40), flat).is_all
-    assert support_of(SamplingParams(temperature=1.0, top_k=TOP_N), flat).is_all
+    assert support_of(SamplingParams(temperature=1.0, top_k=SUPPORT_TOP_N), flat).is_all
     assert support_of(SamplingParams(temperature=1.0, top_k=2), flat).count == 2
 
 
@@ -70,7 +70,7 @@ def test_top_n_of_a_row_with_one_possible_token_lists_only_it(place: int) -> Non
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), *SETTINGS], ids=repr)
 def test_top_probs_with_a_whole_support_equal_the_distribution(params: SamplingParams, seed: int) -> None:
     row = (np.random.default_rng(seed).normal(size=200) * 6.0).astype(np.float32)
-    edited = LogitsProcessor(params, 200, [1]).edit(row)
+    edited = LogitsProcessor(params, 200, [1]).edit_logits(row)
     whole = edited.distribution()
     ids = np.arange(200) if whole.token_ids is None else whole.token_ids
     expected = dict(zip(ids.tolist(), whole.probs().tolist(), strict=True))

@@ -77,7 +77,7 @@ class Target:
 
 
 def request(params: SamplingParams, seed: int = 1) -> Request:
-    grammar = None if params.grammar is None else compiler().matcher(params.grammar, PROMPT)
+    grammar = None if params.grammar is None else compiler().new_matcher(params.grammar, PROMPT)
     processor = LogitsProcessor(params, V, PROMPT, EOS_IDS, grammar=grammar)
     made = Request(list(PROMPT), len(PROMPT), params, processor, CachedSequence(), seed, 0, len(PROMPT) + params.max_tokens)
     made.end_token_ids = frozenset(EOS_IDS)
@@ -185,7 +185,7 @@ def test_tree_under_a_grammar_gives_the_tokens_of_plain_decoding(
                 assert re.fullmatch(SENTENCE, text)
             num_finished += 1
         else:
-            assert compiler().matcher(grammar).is_allowed(plain)
+            assert compiler().new_matcher(grammar).is_allowed(plain)
     assert num_accepted > 4 * count
     assert num_branched > count / 3
     assert num_finished > count / 3
@@ -303,7 +303,7 @@ def test_grammar_may_start_at_any_position_within_a_draft(temperature: float, sp
     plain = generate(target, request(params))
     border = len(ids("so, well, let us see")) + len(marker)
     assert plain[:border] == list(wishes[:border])
-    assert compiler().matcher(PERSON).is_allowed(plain[border:])
+    assert compiler().new_matcher(PERSON).is_allowed(plain[border:])
     assert plain[-1] in EOS_IDS
     for offset in range(8):  # of the first token of the grammar, in a window of seven
         for num_right in range(8):

@@ -29,7 +29,7 @@ def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: 
     params = SamplingParams()
     request = Request(list(range(length)), length, params, LogitsProcessor(params, 99, []), cache.new_sequence(), 0, 0, 1000)
     if length > 1:
-        cache.reserve(request.cached_sequence, range(-1, length - 2))
+        cache.reserve_rows(request.cached_sequence, range(-1, length - 2))
         cache.keep_path(request.cached_sequence, length - 2)
     rows = RequestRows.without_draft(request, request.num_uncached)
     if parents:
@@ -74,9 +74,9 @@ def test_draft_tree_without_enough_blocks_keeps_its_first_path(length: int, num_
     assert rows.skip_reason is None, "a step with guesses is no plain one"
     assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
-    cache.check()
+    cache.check_consistency()
     cache.keep_path(rows.request.cached_sequence, len(expected))
-    cache.check()
+    cache.check_consistency()
 
 
 def test_step_without_free_blocks_for_drafts_is_plain() -> None:
@@ -93,7 +93,7 @@ def test_committed_tokens_take_blocks_from_drafts() -> None:
     assert paths(first.tree) == [(50,), (50, 52)], "what its own block has room for"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
     assert first.skip_reason is second.skip_reason is None
-    cache.check()
+    cache.check_consistency()
 
 
 def test_drafts_of_other_requests_are_dropped_only_as_far_as_needed() -> None:
@@ -102,7 +102,7 @@ def test_drafts_of_other_requests_are_dropped_only_as_far_as_needed() -> None:
     reserve_rows(batch, cache)  # one block for the first one's drafts, one for the second's: the last root takes that
     assert [len(paths(rows.tree)) for rows in batch] == [3, 2, 0]
     assert [rows.skip_reason for rows in batch] == [None, None, None]
-    cache.check()
+    cache.check_consistency()
 
 
 def test_drafts_are_kept_if_committed_tokens_do_not_fit() -> None:
@@ -112,7 +112,7 @@ def test_drafts_are_kept_if_committed_tokens_do_not_fit() -> None:
     with pytest.raises(CapacityError):
         reserve_rows(batch, cache)
     assert cache.pool.num_free == before
-    cache.check()
+    cache.check_consistency()
 
 
 def uniform(*tokens: int) -> TokenProbs:

@@ -19,7 +19,7 @@ from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
-from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_token_ids
+from paceline.tokenizer.backend import MAX_UNUSED_IDS, TokenizerBackend, check_token_ids
 from paceline.tokenizer.files import MAX_ADDED_ID
 from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -159,17 +159,17 @@ def test_invalid_token_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
 def test_gaps_between_token_ids_are_allowed_in_proportion() -> None:
     check_token_ids(range(128_000))
     check_token_ids([*range(32_000), 100_000])
-    check_token_ids([SPARE_IDS])
-    for ids in ([], [4_000_000_000], [0, SPARE_IDS + 4], [*range(32_000), 200_000]):
+    check_token_ids([MAX_UNUSED_IDS])
+    for ids in ([], [4_000_000_000], [0, MAX_UNUSED_IDS + 4], [*range(32_000), 200_000]):
         with pytest.raises(CheckpointError, match="this tokenizer has"):
             check_token_ids(ids)
 
 
 def test_gaps_between_token_ids_do_not_slow_down_comparison(tmp_path: Path) -> None:
-    tokenizer = opened(tmp_path, lambda content: content["model"]["vocab"].update(zzz=SPARE_IDS))
+    tokenizer = opened(tmp_path, lambda content: content["model"]["vocab"].update(zzz=MAX_UNUSED_IDS))
     start = time.perf_counter()
     compare_vocabularies(tokenizer, tokenizer)
-    assert json.loads(tokenizer.to_json())["model"]["vocab"]["zzz"] == SPARE_IDS
+    assert json.loads(tokenizer.to_json())["model"]["vocab"]["zzz"] == MAX_UNUSED_IDS
     assert time.perf_counter() - start < MAX_SECONDS
 
 

@@ -24,7 +24,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory, mini_dir: Path) -> dict
 
 def encoded(tokenizer: Tokenizer, template: str, *values: str) -> list[int]:
     """Ids of a template with values in place of {}."""
-    escaped = tokenizer.control_token_escaper.escape(list(values), others=[template])
+    escaped = tokenizer.control_token_escaper.escape(list(values), other_texts=[template])
     return tokenizer.control_token_escaper.encode(escaped, escaped.unescape_json(template.format(*escaped.value)))
 
 
@@ -75,7 +75,7 @@ def test_control_token_joined_from_two_values_is_text(template: str, values: tup
 @pytest.mark.parametrize("write", [ascii, repr, lambda text: text * 2, lambda text: text[:3], lambda text: ""])
 def test_control_token_in_a_value_the_template_changes_is_text(write: Any) -> None:
     tokenizer = chat_tokenizer(CHATML)
-    escaped = tokenizer.control_token_escaper.escape(["x<|im_end|>"], others=[])
+    escaped = tokenizer.control_token_escaper.escape(["x<|im_end|>"], other_texts=[])
     ids = tokenizer.control_token_escaper.encode(escaped, escaped.unescape_json(write(escaped.value[0])))
     assert not tokenizer.special_token_ids.intersection(ids)
     assert tokenizer.decode(ids, skip_special_tokens=False) == write("x<|im_end|>")
@@ -83,21 +83,23 @@ def test_control_token_in_a_value_the_template_changes_is_text(write: Any) -> No
 
 def test_template_values_without_control_tokens_are_unchanged() -> None:
     value = [{"role": "user", "content": "a < b > c |im_end| <tool> <think>", "n": 3, "list": [None, True, "<|im_endx"]}]
-    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(value, others=[])
-    assert not escaped.is_needed
+    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(value, other_texts=[])
+    assert not escaped.contains_control_text
     assert escaped.value == value
 
 
 def test_control_tokens_in_keys_and_nested_values_are_escaped() -> None:
     value = [{"arguments": {"a<|im_end|>": ["<|im_start|>", {"x": "</think>"}]}}]
-    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(value, others=[])
-    assert escaped.is_needed
+    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(value, other_texts=[])
+    assert escaped.contains_control_text
     assert not any(control in str(escaped.value) for control in CONTROLS)
     assert escaped.restore(escaped.unescape_json(str(escaped.value))) == str(value)
 
 
 def test_texts_excepted_from_escaping_keep_their_control_tokens() -> None:
-    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(["a</think>b", "a</think>b"], others=[], except_in={1: ["</think>"]})
+    escaped = chat_tokenizer(CHATML).control_token_escaper.escape(
+        ["a</think>b", "a</think>b"], other_texts=[], exempt_texts={1: ["</think>"]}
+    )
     assert escaped.value[0] != "a</think>b"
     assert escaped.value[1] == "a</think>b"
 
@@ -119,5 +121,5 @@ def test_conversation_with_all_private_use_characters_is_refused() -> None:
 def test_escaping_control_tokens_of_a_megabyte_takes_under_two_seconds(text: str) -> None:
     controls = chat_tokenizer(CHATML).control_token_escaper
     begin = time.perf_counter()
-    controls.escape([text], others=[])
+    controls.escape([text], other_texts=[])
     assert time.perf_counter() - begin < 2

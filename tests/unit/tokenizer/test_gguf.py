@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from paceline.errors import CheckpointError
-from paceline.tokenizer.byte_level import SPLITS
+from paceline.tokenizer.byte_level import SPLIT_RULES
 from paceline.tokenizer.gguf import read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ def test_gguf_word_that_is_a_token_may_ignore_its_merges() -> None:
     assert pieces(opened(BYTE_LEVEL, merges=["t h"]), "the") == ["th", "e"]
 
 
-@pytest.mark.parametrize("name", sorted(SPLITS))
+@pytest.mark.parametrize("name", sorted(SPLIT_RULES))
 def test_every_gguf_pre_tokenizer_keeps_the_whole_text(name: str) -> None:
     tokenizer = opened(BYTE_LEVEL, pre=name)
     text = "I'm 12345 HTTPServers,\r\n\n  it's\tCAFÉ 你好ひらカナ 한국 ½²٣ $+<=>^~|`_/\\ 😀\u200d \u00a0\u3000x  "
@@ -168,7 +168,7 @@ def test_chat_template_gets_the_special_tokens_of_the_gguf_file() -> None:
 
 HOSTILE = [
     (BYTE_LEVEL, "model", None, "has no tokenizer.ggml.model"),
-    (BYTE_LEVEL, "model", "bert", "'bert', a kind this version cannot build"),
+    (BYTE_LEVEL, "model", "bert", "'bert', a kind that is not supported"),
     (BYTE_LEVEL, "model", 7, "not a text"),
     (BYTE_LEVEL, "pre", "qwen99", "tokenizer.ggml.pre is 'qwen99', an unknown way to split text"),
     (BYTE_LEVEL, "tokens", None, "has no tokenizer.ggml.tokens"),

@@ -41,17 +41,17 @@ def test_tokenizer_model_encodes_and_decodes_as_sentencepiece_does(directory: Pa
 
 
 @pytest.mark.skipif(not files._is_installed("google.protobuf"), reason="no protobuf, with which transformers reads tokenizer.model")
-@pytest.mark.parametrize(("kind", "text"), [("T5Tokenizer", "encodes texts otherwise"), ("LlamaTokenizer", "is damaged")])
+@pytest.mark.parametrize(("kind", "text"), [("T5Tokenizer", "encodes texts differently"), ("LlamaTokenizer", "is damaged")])
 def test_tokenizer_model_that_is_converted_to_another_tokenizer_is_refused(directory: Path, tmp_path: Path, kind: str, text: str) -> None:
     """T5Tokenizer takes every model for one of the kind unigram. A part of a file can be read, without its last pieces."""
     content = (directory / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(content if "otherwise" in text else content[:2000])
+    (tmp_path / "tokenizer.model").write_bytes(content if "differently" in text else content[:2000])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=text):
         Tokenizer.open(tmp_path)
 
 
-@pytest.mark.parametrize("missing", files._CONVERTERS)
+@pytest.mark.parametrize("missing", files._CONVERTER_PACKAGES)
 def test_tokenizer_model_without_its_libraries_is_an_error_with_the_way_out(
     directory: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

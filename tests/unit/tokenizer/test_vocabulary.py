@@ -38,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_vocabularies_with_equal_pieces_are_the_same(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path))
-    assert (found.match, found.coverage, found.shared_pieces, found.first_difference) == (VocabularyMatch.SAME, 1.0, 1.0, None)
+    assert (found.match, found.same_id_share, found.shared_piece_share, found.first_difference) == (VocabularyMatch.SAME, 1.0, 1.0, None)
     assert found.is_compatible
     assert found.describe_match() == "same vocabularies: 100.0% of the target's ids mean the same to the drafter"
 
@@ -46,7 +46,7 @@ def test_vocabularies_with_equal_pieces_are_the_same(target: Tokenizer, tmp_path
 @pytest.mark.parametrize(("vocab_size", "coverage"), [(60, 60 / VOCAB_SIZE), (120, 1.0)])
 def test_vocabularies_that_differ_at_the_end_only_are_padded(target: Tokenizer, tmp_path: Path, vocab_size: int, coverage: float) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, vocab_size=vocab_size))
-    assert (found.match, found.coverage, found.first_difference) == (VocabularyMatch.PADDED, coverage, None)
+    assert (found.match, found.same_id_share, found.first_difference) == (VocabularyMatch.PADDED, coverage, None)
     assert found.is_compatible
 
 
@@ -56,21 +56,21 @@ def test_one_differing_vocabulary_piece_is_found(target: Tokenizer, tmp_path: Pa
     assert found.match is VocabularyMatch.OVERLAPPING
     assert not found.is_compatible
     assert found.first_difference == (token_id, target.piece(token_id), "▁mutated")
-    assert found.coverage == found.shared_pieces == (VOCAB_SIZE - 1) / VOCAB_SIZE
+    assert found.same_id_share == found.shared_piece_share == (VOCAB_SIZE - 1) / VOCAB_SIZE
     assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.describe_match()
 
 
 def test_two_exchanged_vocabulary_pieces_are_found(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, {50: target.piece(51), 51: target.piece(50)}))
-    assert (found.match, found.shared_pieces) == (VocabularyMatch.OVERLAPPING, 1.0)
-    assert found.coverage == (VOCAB_SIZE - 2) / VOCAB_SIZE
+    assert (found.match, found.shared_piece_share) == (VocabularyMatch.OVERLAPPING, 1.0)
+    assert found.same_id_share == (VOCAB_SIZE - 2) / VOCAB_SIZE
 
 
 def test_vocabularies_with_few_shared_pieces_are_disjoint(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, {index: f"x{index}" for index in range(4, VOCAB_SIZE)}))
     assert found.match is VocabularyMatch.DISJOINT
     assert not found.is_compatible
-    assert found.shared_pieces == 4 / VOCAB_SIZE
+    assert found.shared_piece_share == 4 / VOCAB_SIZE
 
 
 WORDS = ["the", "cat", "sat", " on", "é", "\n", " ", "a", "b"]
@@ -91,7 +91,7 @@ def test_compare_pieces_works_without_tokenizers() -> None:
 
 def test_unused_id_of_a_draft_vocabulary_lowers_coverage_only() -> None:
     found = compare_pieces(["a", "b", "c", "d"], ["a", "", "c", "d"])
-    assert (found.match, found.coverage) == (VocabularyMatch.PADDED, 0.75)
+    assert (found.match, found.same_id_share) == (VocabularyMatch.PADDED, 0.75)
 
 
 def test_small_prefix_of_a_vocabulary_is_disjoint() -> None:
@@ -119,7 +119,7 @@ def test_vocabulary_overlap_is_independent_of_the_alphabet() -> None:
     sentencepiece = ["▁the", "▁cat", "▁dog", "<0x41>"]
     byte_level = [in_bytes_manner(text) for text in (" the", " cat", " dog", "A")]
     found = compare_pieces(sentencepiece, byte_level)
-    assert (found.match, found.shared_pieces) == (VocabularyMatch.OVERLAPPING, 1.0)
+    assert (found.match, found.shared_piece_share) == (VocabularyMatch.OVERLAPPING, 1.0)
     assert match_ids(sentencepiece, byte_level).tolist() == [0, 1, 2, 3]
 
 
@@ -147,7 +147,7 @@ def test_vocabulary_overlap_counts_the_pieces_of_sample_texts() -> None:
     sample_ids = [common.index(character) for character in in_bytes_manner(SAMPLE_TEXT)]
     found = compare_pieces([*common, *rare], list(reversed(common)), sample_ids=sample_ids)
     assert (found.match, found.sample_coverage) == (VocabularyMatch.OVERLAPPING, 1.0)
-    assert found.shared_pieces < MIN_SHARED_PIECES
+    assert found.shared_piece_share < MIN_SHARED_PIECES
     assert compare_pieces([*common, *rare], list(reversed(common))).match is VocabularyMatch.DISJOINT
 
 
@@ -166,4 +166,4 @@ def test_vocabulary_with_extra_added_tokens_matches_as_padded() -> None:
     """Rows of matrices play no part: a tokenizer's pieces do."""
     pieces = [f"Ġ{index:x}" for index in range(151_665)]
     found = compare_pieces(pieces, [*pieces, *(f"<|extra_{index}|>" for index in range(4))])
-    assert (found.match, found.coverage, found.is_compatible) == (VocabularyMatch.PADDED, 1.0, True)
+    assert (found.match, found.same_id_share, found.is_compatible) == (VocabularyMatch.PADDED, 1.0, True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.drafters.gemma4_assistant.checkpoint import Assistant
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import LOGITS, Ops, Value, decoder_layer
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
@@ -94,7 +94,7 @@ def _row_range(level: TreeLevelInput, start: int) -> RowRange:
     """
     sequence, count = level.sequence, len(level.token_ids)
     cached_blocks = sequence.block_table
-    table = np.full(blocks_for(sequence.committed_len + count, BLOCK_SIZE), cached_blocks[-1], np.int32)
+    table = np.full(num_blocks_for(sequence.committed_len + count, BLOCK_SIZE), cached_blocks[-1], np.int32)
     table[: len(cached_blocks)] = cached_blocks[: len(table)]
     mask = np.zeros((count, count), np.bool_)
     return RowRange(start, count, sequence.committed_len, table, mask, 0, sequence.id)

@@ -68,7 +68,7 @@ class GrowingDraft:
 
     def __post_init__(self) -> None:
         is_greedy = self.request.params.is_greedy
-        self.uses_top_tokens = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
+        self.uses_top_tokens = self.request.processor.only_applies_temperature and (not self.budget.needs_draft_probs or is_greedy)
         self.needs_draw = self.uses_top_tokens and not is_greedy
 
     def path(self, node: int) -> list[int]:

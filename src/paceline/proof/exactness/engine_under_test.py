@@ -11,7 +11,7 @@ from paceline.engine.inputs import RequestOptions
 from paceline.engine.loader import LoadedEngine
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
-from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.adversaries import RandomDrafter, WrongDrafter
 from paceline.proof.exactness.cases import ALL_DRAFTERS, CaseRequest, Setting
@@ -159,7 +159,7 @@ class EngineUnderTest:
             RuntimeError: it is not.
         """
         cache = self.opened.engine.cache
-        cache.check()
+        cache.check_consistency()
         if cache.pool.num_free != cache.pool.num_blocks:
             raise RuntimeError(f"{cache.pool.num_blocks - cache.pool.num_free} blocks of the cache belong to no request")
 
@@ -227,7 +227,7 @@ class EngineUnderTest:
     def _limit_free_blocks(self, requests: Sequence[EngineRequest], event: str) -> Iterator[None]:
         """For preemption, leave free blocks for the longest request and a few more."""
         cache = self.opened.engine.cache
-        room = max(blocks_for(request.max_len, cache.block_size) for request in requests) + len(requests)
+        room = max(num_blocks_for(request.max_len, cache.block_size) for request in requests) + len(requests)
         taken = cache.pool.allocate(max(0, cache.pool.num_free - room)) if event == "preempted" else []
         try:
             yield

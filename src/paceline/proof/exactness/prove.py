@@ -309,11 +309,11 @@ def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int
     try:
         for first in (0, *range(_NOISE_PREFILLED, _NOISE_LENGTH, count)):
             tokens = text[first : first + count] if first else text[:_NOISE_PREFILLED]
-            plan = cache.reserve(sequence, range(-1, len(tokens) - 1), 1 if first else len(tokens))
+            plan = cache.reserve_rows(sequence, range(-1, len(tokens) - 1), 1 if first else len(tokens))
             rows.extend(np.array(network.forward(*assemble_pass([plan], [tokens], [range(len(tokens))])).logits))
             cache.keep_path(sequence, len(tokens) - 1)
     finally:
-        cache.release(sequence)
+        cache.release_sequence(sequence)
     return rows[_NOISE_PREFILLED:]
 
 

@@ -431,7 +431,7 @@ def _add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
     try:
         for layer_cache in list(cache.layer_caches):
             assert isinstance(layer_cache, PagedCache)
-            storage, copy_row = np.zeros_like(layer_cache.storage), layer_cache.copy_packed
+            storage, copy_row = np.zeros_like(layer_cache.storage), layer_cache.copy_packed_row
             if isinstance(layer_cache, SlidingWindowCache):
                 added.append(SlidingWindowCache(storage, layer_cache.window, BLOCK_SIZE, copy_row))
             else:

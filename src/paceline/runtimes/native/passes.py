@@ -90,7 +90,7 @@ class PassRecord:
     def _write_window_tables(self, window: SlidingWindowCache, batch: ForwardBatch, begin: int) -> None:
         """Write the block table of each range in a sliding-window cache to `block_tables`, from index `begin` on."""
         for item in batch.ranges:
-            table = window.table(item.sequence_id)
+            table = window.block_table(item.sequence_id)
             self.block_tables[begin : begin + len(table)] = table
             begin += len(item.block_table)
 

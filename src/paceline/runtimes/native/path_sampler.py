@@ -107,10 +107,11 @@ class CompiledBatchPathSampler:
 class CompiledPathSampler:
     """The `PathSampler` of the kernels: the sampling parameters of a request, as a record."""
 
-    __slots__ = ("_options", "batch", "is_greedy", "options_address")
+    __slots__ = ("_options", "batch_sampler", "is_greedy", "options_address")
 
-    def __init__(self, batch: CompiledBatchPathSampler, options: SampleOptions) -> None:
-        self.batch, self._options, self.options_address, self.is_greedy = batch, options, addressof(options), options.temperature == 0.0
+    def __init__(self, batch_sampler: CompiledBatchPathSampler, options: SampleOptions) -> None:
+        self.batch_sampler, self._options, self.options_address = batch_sampler, options, addressof(options)
+        self.is_greedy = options.temperature == 0.0
 
 
 def _address_of(rows: LogitsArray) -> int:

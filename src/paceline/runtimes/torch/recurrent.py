@@ -58,7 +58,7 @@ class RecurrentPass:
         return (part.out + skip_connection).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Store the states to which this pass has added committed rows (`StateUpdate.num_applied`)."""
+        """Store the states to which this pass has added committed rows (`StateUpdate.num_applied_rows`)."""
         for part, value, state in self._updated_states:
             part.write(value, state)
         for update in self._updates.values():
@@ -68,9 +68,9 @@ class RecurrentPass:
         for rows in self._ranges:
             update = self._planned_update(rows.sequence_id)
             value = part.copy_from(update.state)
-            for count, record in enumerate(update.pending, 1):
+            for count, record in enumerate(update.pending_records, 1):
                 value = part.replay(value, update.records[record])
-                if count == update.num_applied:
+                if count == update.num_applied_rows:
                     self._updated_states.append((part, value, update.state))
                 _save_states(part, value, count, update)
             _run_rows(part, value, rows, update)
@@ -91,7 +91,7 @@ def _run_rows(part: "_Convolution | _Matrices", committed: torch.Tensor, rows: R
     for row, parent in enumerate(parents):
         record = update.row_records[row]
         value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
-        _save_states(part, value, len(update.pending) + row + 1, update)
+        _save_states(part, value, len(update.pending_records) + row + 1, update)
         if last_child[parent] == row:
             del states[parent]
         if row in last_child:

@@ -1,4 +1,4 @@
-"""Compiles untrusted grammars in a child process with limits of time and memory, before they are compiled in the engine's process.
+"""Compiles untrusted grammars in a child process with limits of time and memory, before the engine compiles them.
 
 llguidance's own limits do not end every compilation: {"type": "integer", "multipleOf": 999983} takes minutes, and a thread cannot be ended.
 This module imports little, because the child process imports it.
@@ -12,15 +12,15 @@ from threading import Lock
 from paceline.errors import BackendUnavailableError, RequestError
 from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
 
-MEMORY_BYTES = 1 << 30
+MAX_MEMORY_BYTES = 1 << 30
 """Maximum address space of the child process."""
 GRAMMAR_BUSY = "grammar_busy"
-"""Error code if a grammar was not compiled in time because of those of other requests."""
+"""Error code if a grammar waited too long, because grammars of other requests were being compiled."""
 _GRAMMAR_TOO_COSTLY = "grammar_too_costly"
 
-_COMPILE = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
-_MAX_WAITS = 12  # maximum wait for a turn, in multiples of the time limit of one compilation
-_MAX_CACHED = 1024
+_COMPILE_FUNCTION = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
+_MAX_WAIT_TIMEOUTS = 12  # maximum wait for other compilations, in multiples of the time limit of one
+_MAX_PASSED_GRAMMARS = 1024
 
 
 def compile_for_bytes(text: str) -> None:
@@ -39,7 +39,7 @@ def compile_for_bytes(text: str) -> None:
 
 
 class CompileSandbox:
-    """Compiles grammars in another process to test them, one at a time, so that this takes at most one core.
+    """Test-compiles grammars in a child process, one at a time, so that compilations take at most one core.
 
     Args:
         timeout_s: time limit of one compilation.
@@ -48,34 +48,34 @@ class CompileSandbox:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = Lock()
-        self._passed: OrderedDict[bytes, None] = OrderedDict()  # hashes of the grammars that compiled
-        self.isolated = IsolatedFunction(_COMPILE, Limits(timeout_s, MEMORY_BYTES))
+        self._passed_hashes: OrderedDict[bytes, None] = OrderedDict()  # hashes of the grammars that compiled
+        self.isolated = IsolatedFunction(_COMPILE_FUNCTION, Limits(timeout_s, MAX_MEMORY_BYTES))
 
-    def check(self, text: str) -> None:
+    def check_grammar(self, text: str) -> None:
         """Check that a grammar compiles within the limits.
 
         Args:
             text: grammar in llguidance's format.
 
         Raises:
-            RequestError: the grammar exceeds a limit, the wait for its turn was too long, or `close` was called.
+            RequestError: the grammar exceeds a limit, waited too long for other compilations, or `close` was called.
             BackendUnavailableError: no child process can be started.
         """
-        if not self._lock.acquire(timeout=_MAX_WAITS * self._timeout_s):
+        if not self._lock.acquire(timeout=_MAX_WAIT_TIMEOUTS * self._timeout_s):
             text = "grammar: other grammars take too long to compile: retry later"
             raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY)
         try:
             key = sha256(text.encode()).digest()
-            if key not in self._passed:  # another thread may have checked the same grammar while this one waited
+            if key not in self._passed_hashes:  # another thread may have checked the same grammar meanwhile
                 self._compile(text)
-                self._passed[key] = None
-                if len(self._passed) > _MAX_CACHED:
-                    self._passed.popitem(last=False)
+                self._passed_hashes[key] = None
+                if len(self._passed_hashes) > _MAX_PASSED_GRAMMARS:
+                    self._passed_hashes.popitem(last=False)
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Make the compilation in progress and all later calls of `check` fail at once."""
+        """Make the compilation in progress and all later calls of `check_grammar` fail at once."""
         self.isolated.close()
 
     def _compile(self, text: str) -> None:
@@ -90,5 +90,5 @@ class CompileSandbox:
             if error.failure is Failure.TIME:
                 reason = f"it takes longer than {self._timeout_s:g} s to compile"
             elif error.failure is Failure.MEMORY:
-                reason = f"it takes more than {MEMORY_BYTES >> 20} MB to compile"
+                reason = f"it takes more than {MAX_MEMORY_BYTES >> 20} MB to compile"
             raise RequestError(f"grammar: {reason}: send a simpler one", parameter="grammar", code=_GRAMMAR_TOO_COSTLY) from error

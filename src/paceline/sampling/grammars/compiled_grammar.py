@@ -11,22 +11,22 @@ from paceline.errors import BackendUnavailableError, RequestError, convert_libra
 from paceline.installation import install_command
 from paceline.sampling.grammars.grammar import Grammar, GrammarKind
 from paceline.sampling.grammars.json_schema import enforceable_schema
-from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
+from paceline.sampling.grammars.unique_items import ITEM_END_BYTES, STRING_END_BYTES, UniqueItemsState, unique_items_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
 ONE_LINE_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ADDED_END = "<|end of grammar|>"
-_MAX_REASON_CHARS = 400
+_ADDED_END_TOKEN = "<|end of grammar|>"
+_MAX_FAILURE_REASON_CHARS = 400
 
 
 class GrammarVocabulary:
-    """A tokenizer in llguidance's form.
+    """A model's tokenizer, converted for llguidance.
 
     Attributes:
         size: number of ids of the tokenizer.
         eos_ids, eos_set: ids that end an output, as an ascending array and as a set.
         end_id: the id that represents all `eos_ids` in llguidance's masks. If there are none, an id after the vocabulary.
-        num_words: number of 32-bit words of a mask.
+        num_mask_words: number of 32-bit words of a mask.
 
     Raises:
         BackendUnavailableError: llguidance is not installed.
@@ -40,7 +40,7 @@ class GrammarVocabulary:
             raise BackendUnavailableError(f"grammars need llguidance: {install_command('grammar')}") from error
         self.llguidance: Any = llguidance
         self.size = tokenizer.vocab_size
-        self._tokens_with: dict[bytes, NDArray[np.bool_]] = {}
+        self._tokens_containing: dict[bytes, NDArray[np.bool_]] = {}
         self.eos_ids = np.array(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size}), np.int64)
         self.eos_set = frozenset(self.eos_ids.tolist())
         text = tokenizer.to_json()
@@ -49,29 +49,29 @@ class GrammarVocabulary:
         else:
             text, self.end_id = _add_end_token(text)
         with convert_library_errors("grammar: llguidance cannot read this model's tokenizer; generate without a grammar", _grammar_error):
-            self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
-        self.num_words = (self.ids.vocab_size + 31) // 32
+            self.ll_tokenizer = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
+        self.num_mask_words = (self.ll_tokenizer.vocab_size + 31) // 32
 
-    def tokens_with(self, any_of: bytes) -> NDArray[np.bool_]:
-        """Return [size] whether the text of each token contains one of the bytes; all True if `any_of` is empty."""
-        if not any_of:
+    def tokens_containing(self, byte_values: bytes) -> NDArray[np.bool_]:
+        """Return [size] whether the text of each token contains one of the bytes; all True if `byte_values` is empty."""
+        if not byte_values:
             return np.ones(self.size, np.bool_)
-        if any_of not in self._tokens_with:
-            found = [not set(any_of).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
-            self._tokens_with[any_of] = np.array(found, np.bool_)
-        return self._tokens_with[any_of]
+        if byte_values not in self._tokens_containing:
+            has_byte = [not set(byte_values).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
+            self._tokens_containing[byte_values] = np.array(has_byte, np.bool_)
+        return self._tokens_containing[byte_values]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the text of a token; empty for ids outside the vocabulary."""
-        text: bytes = self.ids.decode_bytes([token_id]) if 0 <= token_id < self.size else b""
+        text: bytes = self.ll_tokenizer.decode_bytes([token_id]) if 0 <= token_id < self.size else b""
         return text
 
 
 class CompiledGrammar:
     """A compiled grammar, from which each request gets a matcher.
 
-    llguidance's matchers of one grammar share an automaton, which grows with every text. When it exceeds a limit, matchers fail, and
-    `replace_matcher` compiles the grammar again.
+    llguidance's matchers of one grammar share an automaton, which grows with every text that is matched. When it exceeds a limit,
+    matchers fail, and `replace_matcher` compiles the grammar again.
 
     Args:
         limits: values of llguidance's `LLParserLimits` by name; llguidance's defaults apply to the others.
@@ -86,13 +86,13 @@ class CompiledGrammar:
         self._text = llguidance_text(grammar, vocabulary)
         self._initial_matcher = self._compile()
         if not self._initial_matcher.is_error():
-            self._initial_matcher.compute_bitmask()  # finds the error of grammars that match no text
+            self._initial_matcher.compute_bitmask()  # makes `is_error` true for grammars that match no text
         if self._initial_matcher.is_error():
-            raise _grammar_error(f"grammar: {failure_of(self._initial_matcher)}")
-        self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
+            raise _grammar_error(f"grammar: {failure_reason(self._initial_matcher)}")
+        self._unique_items = unique_items_schema(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
         if self._unique_items is not None:
-            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # fills the cache now, because this takes longer than a step
-                vocabulary.tokens_with(ending_bytes)
+            for ending_bytes in (STRING_END_BYTES, ITEM_END_BYTES):  # filled now, because it takes longer than a decoding step
+                vocabulary.tokens_containing(ending_bytes)
 
     def new_matcher(self) -> Any:
         """Return an llguidance matcher at the beginning of a text."""
@@ -103,26 +103,26 @@ class CompiledGrammar:
 
         Compiling delays the whole batch: a grammar of 60 kB takes 0.4 s.
         """
-        if "Current row has" not in failed_matcher.get_error():  # this error concerns the failed matcher's text, not the shared automaton
+        if "Current row has" not in failed_matcher.get_error():  # an error of this text is not due to the automaton
             self._initial_matcher = self._compile()
         return self._initial_matcher.deep_copy()
 
-    def unique_items_state(self) -> UniqueItemsState | None:
-        """Return the state that enforces `uniqueItems`; None if the grammar does not use it."""
+    def new_unique_items_state(self) -> UniqueItemsState | None:
+        """Return a state for one output that enforces `uniqueItems`; None if the grammar does not use this keyword."""
         return None if self._unique_items is None else UniqueItemsState(self._unique_items)
 
     def _compile(self) -> Any:
-        return self.vocabulary.llguidance.LLMatcher(self.vocabulary.ids, self._text, log_level=0, limits=self._limits)
+        return self.vocabulary.llguidance.LLMatcher(self.vocabulary.ll_tokenizer, self._text, log_level=0, limits=self._limits)
 
 
-def failure_of(matcher: Any) -> str:
+def failure_reason(matcher: Any) -> str:
     """Return why an llguidance matcher failed, on one line."""
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return "no text matches it"
     if text.startswith("oneOf constraints are not supported"):
         return "`oneOf` cannot be enforced where several cases may match: use `anyOf`, or give each case a property with its own `const`"
-    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON_CHARS]
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_FAILURE_REASON_CHARS]
 
 
 def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
@@ -151,9 +151,9 @@ def _grammar_error(text: str) -> RequestError:
 
 
 def _add_end_token(tokenizer_json: str) -> tuple[str, int]:
-    """Add an end token, which llguidance requires, to a tokenizer; return the tokenizer and the token's id."""
+    """Add an end token, which llguidance requires, to a tokenizer.json; return the new JSON and the token's id."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer_json)
-    backend.add_special_tokens([_ADDED_END])
-    return backend.to_str(), backend.get_vocab()[_ADDED_END]
+    backend.add_special_tokens([_ADDED_END_TOKEN])
+    return backend.to_str(), backend.get_vocab()[_ADDED_END_TOKEN]

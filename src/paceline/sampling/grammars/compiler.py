@@ -11,7 +11,7 @@ from paceline.sampling.grammars.matcher import GrammarMatcher, ReasoningSection
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _MAX_CACHED_GRAMMARS = 64
-_MAX_PROMPT_TAIL = 64  # tokens at the prompt's end that are searched for the end of a reasoning section
+_MAX_PROMPT_TAIL_TOKENS = 64  # at the end of the prompt, where `reasoning_end` is searched for
 
 
 class GrammarCompiler:
@@ -41,7 +41,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[GrammarKind, str], CompiledGrammar] = OrderedDict()  # least recently used first
         self._lock = Lock()
 
-    def matcher(self, grammar: Grammar, prompt_token_ids: Sequence[int] = ()) -> GrammarMatcher:
+    def new_matcher(self, grammar: Grammar, prompt_token_ids: Sequence[int] = ()) -> GrammarMatcher:
         """Return a matcher for the output of one request.
 
         Args:
@@ -56,13 +56,13 @@ class GrammarCompiler:
                 self._vocabulary = GrammarVocabulary(self._tokenizer, self._eos_token_ids)
             is_trusted = grammar.kind is GrammarKind.JSON_OBJECT or (grammar.kind, grammar.text) in self._cache
         if self.sandbox is not None and not is_trusted:  # outside the lock, so that requests with cached grammars do not wait
-            self.sandbox.check(llguidance_text(grammar, self._vocabulary))
+            self.sandbox.check_grammar(llguidance_text(grammar, self._vocabulary))
         with self._lock:
             compiled = self._compile(grammar, self._vocabulary)
         reasoning = None
         if grammar.reasoning_end is not None:
             marker = grammar.reasoning_end.encode()
-            tail = b"".join(map(self._vocabulary.bytes_of, prompt_token_ids[-_MAX_PROMPT_TAIL:]))
+            tail = b"".join(map(self._vocabulary.bytes_of, prompt_token_ids[-_MAX_PROMPT_TAIL_TOKENS:]))
             if not tail.rstrip().endswith(marker.rstrip() or marker):
                 reasoning = ReasoningSection(marker, self._vocabulary.bytes_of)
         return GrammarMatcher(compiled, reasoning)

@@ -1,4 +1,4 @@
-"""Grammars, which outputs must match, as text. Their form is checked here; `compiler.py` compiles them for a model."""
+"""The text of a grammar that an output must match. Its form is checked here; `compiler.py` compiles it for a model."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from paceline.errors import RequestError
 MAX_TEXT_CHARS = 1_000_000
 _MAX_REASONING_END_CHARS = 100
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_ANY_OBJECT = '{"type": "object"}'
-_ANY_WHITESPACE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_ANY_OBJECT_SCHEMA = '{"type": "object"}'
+_ANY_WHITESPACE_OPTIONS = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 
 
 class GrammarKind(Enum):
@@ -30,8 +30,8 @@ class GrammarKind(Enum):
 class Grammar:
     """A grammar that an output must match. There is a class method for each kind of grammar.
 
-    JSON is generated on one line, as by `json.dumps`, unless `any_whitespace` is set. Then the model may indent it, but a model that
-    generates only whitespace does not come to an end.
+    JSON is generated on one line, as by `json.dumps`, unless `any_whitespace` is set. Then the model may indent it, but may also
+    generate whitespace without end.
 
     Attributes:
         kind: language of `text`; its value as a string is accepted too.
@@ -40,7 +40,7 @@ class Grammar:
             tokens are allowed. None = no reasoning section. If the prompt ends with this text, the section has ended already.
 
     Raises:
-        RequestError: the text is not a grammar of this kind; `parameter` is "grammar".
+        RequestError: the text is not a grammar of this kind; the error's `parameter` is "grammar".
     """
 
     kind: GrammarKind
@@ -49,10 +49,10 @@ class Grammar:
 
     def __post_init__(self) -> None:
         names = [kind.value for kind in GrammarKind]
-        given: object = self.kind
-        if not isinstance(given, GrammarKind) and given not in names:
-            _refuse(f"kind {given!r} is not one of {', '.join(names)}")
-        object.__setattr__(self, "kind", GrammarKind(given))
+        kind: object = self.kind
+        if not isinstance(kind, GrammarKind) and kind not in names:
+            _raise_error(f"kind {kind!r} is not one of {', '.join(names)}")
+        object.__setattr__(self, "kind", GrammarKind(kind))
         _check_text("its text", self.text, MAX_TEXT_CHARS)
         if self.reasoning_end is not None:
             _check_text("reasoning_end", self.reasoning_end, _MAX_REASONING_END_CHARS)
@@ -61,7 +61,7 @@ class Grammar:
         elif self.kind is GrammarKind.CHOICE:
             self.choices()
         elif self.kind is GrammarKind.LARK and _GBNF_RULE.search(self.text):
-            _refuse("it is in GBNF (`root ::= ...`): use Lark, with rules `start: ...` and regular expressions `/[a-z]+/`")
+            _raise_error("it is in GBNF (`root ::= ...`): use Lark, with rules `start: ...` and regular expressions `/[a-z]+/`")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":
@@ -76,7 +76,7 @@ class Grammar:
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":
         """Return a grammar of any JSON object."""
-        return cls(GrammarKind.JSON_OBJECT, _schema_text(_ANY_OBJECT, any_whitespace=any_whitespace), reasoning_end)
+        return cls(GrammarKind.JSON_OBJECT, _schema_text(_ANY_OBJECT_SCHEMA, any_whitespace=any_whitespace), reasoning_end)
 
     @classmethod
     def regex(cls, pattern: str, *, reasoning_end: str | None = None) -> "Grammar":
@@ -91,9 +91,9 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str], *, reasoning_end: str | None = None) -> "Grammar":
         """Return a grammar of exactly one of `texts`."""
-        given: object = texts
-        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
-            _refuse(f"choices must be a list of strings, got {texts!r}")
+        choices: object = texts
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(text, str) for text in choices):
+            _raise_error(f"choices must be a list of strings, got {texts!r}")
         return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False), reasoning_end)
 
     def choices(self) -> list[str]:
@@ -103,37 +103,37 @@ class Grammar:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"grammar: choices are not a JSON list ({error})", parameter="grammar") from error
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-            _refuse(f"choices must be a list of one or more non-empty strings, got {texts!r}")
-        found: list[str] = texts
-        return found
+            _raise_error(f"choices must be a list of one or more non-empty strings, got {texts!r}")
+        choices: list[str] = texts
+        return choices
 
 
-def _refuse(reason: str) -> NoReturn:
+def _raise_error(reason: str) -> NoReturn:
     raise RequestError(f"grammar: {reason}", parameter="grammar")
 
 
 def _check_text(name: str, text: object, max_chars: int) -> None:
     if not isinstance(text, str) or not text:
-        _refuse(f"{name} must be a non-empty string, got {text!r}")
+        _raise_error(f"{name} must be a non-empty string, got {text!r}")
     if len(text) > max_chars:
-        _refuse(f"{name} has {len(text)} characters; at most {max_chars} are compiled")
+        _raise_error(f"{name} has {len(text)} characters; at most {max_chars} are compiled")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        _refuse(f"{name} cannot be encoded in UTF-8 ({error.reason} at character {error.start})")
+        _raise_error(f"{name} cannot be encoded in UTF-8 ({error.reason} at character {error.start})")
 
 
 def _schema_text(schema: Mapping[str, Any] | str, *, any_whitespace: bool) -> str:
-    given: object = schema
-    if isinstance(given, str):
+    keywords: object = schema
+    if isinstance(keywords, str):
         if not any_whitespace:
-            return given
-        given = _parse_schema(given)
-    if not isinstance(given, Mapping):
-        _refuse(f"schema must be a mapping or JSON text, got {schema!r}")
+            return keywords
+        keywords = _parse_schema(keywords)
+    if not isinstance(keywords, Mapping):
+        _raise_error(f"schema must be a mapping or JSON text, got {schema!r}")
     try:
-        options = {"x-guidance": {**_ANY_WHITESPACE, **given.get("x-guidance", {})}} if any_whitespace else {}
-        return json.dumps({**given, **options}, ensure_ascii=False, allow_nan=False)
+        options = {"x-guidance": {**_ANY_WHITESPACE_OPTIONS, **keywords.get("x-guidance", {})}} if any_whitespace else {}
+        return json.dumps({**keywords, **options}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"grammar: the schema cannot be written as JSON ({error})", parameter="grammar") from error
 
@@ -144,6 +144,6 @@ def _parse_schema(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"grammar: the schema is not JSON ({error})", parameter="grammar") from error
     if not isinstance(schema, dict):
-        _refuse(f"the schema must be a JSON object, got {schema!r}")
+        _raise_error(f"the schema must be a JSON object, got {schema!r}")
     parsed: dict[str, Any] = schema
     return parsed

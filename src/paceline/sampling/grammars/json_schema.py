@@ -14,22 +14,22 @@ from urllib.parse import quote
 from paceline.errors import RequestError
 from paceline.sampling.grammars.schema_document import Schema, SchemaDocument, canonical_json, escape_key
 
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Values of `format` that llguidance enforces."""
 
-_MAX_INTEGER = 2**63 - 1
-_MAX_BOUND = 10**18
-_MAX_ONE_OF_CASES = 8  # in the rewritten schema each case excludes all others, so it grows with the square of their number
-_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_MAX_INTEGER_BOUND = 2**63 - 1
+_MAX_NUMBER_BOUND = 10**18
+_MAX_ONE_OF_CASES = 8  # the rewritten schema grows with the square of the number of cases, because each case excludes all others
+_JSON_TYPES = ("string", "number", "boolean", "null", "array", "object")
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-# In-place applicators of the specification: their schemas apply to the same value as the schema that contains the keyword. Except for the
-# first two keywords, they apply only to some values.
+# Keywords whose schemas apply to the same value as the schema that contains them (in JSON Schema: in-place applicators). All but the first
+# two are conditional or dynamic.
 _APPLICATORS = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 _FORMAT_PATTERNS = {
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))$",
 }
-_ALTERNATIVES = {
+_ADVICE_BY_KEYWORD = {
     "contains": "give all items one schema with `items`",
     "if": "write its cases as `anyOf`",
     "not": "describe what is allowed instead",
@@ -48,7 +48,7 @@ def enforceable_schema(schema: Mapping[str, Any]) -> Schema:
     """Return a copy of a schema that llguidance can enforce, without `uniqueItems`.
 
     Raises:
-        RequestError: a keyword cannot be enforced; the text has the keyword and its JSON pointer.
+        RequestError: a keyword cannot be enforced; the error text contains the keyword and its JSON pointer.
     """
     try:
         root: Schema = json.loads(json.dumps(schema))
@@ -72,7 +72,7 @@ def _rewrite(root: Schema) -> None:
         if not isinstance(node, dict) or id(node) in seen:
             continue
         seen.add(id(node))
-        for rule in _RULES:
+        for rule in _REWRITE_RULES:
             rule(node, pointer, document)
         for name in ("$dynamicAnchor", "$recursiveAnchor"):
             node.pop(name, None)
@@ -81,7 +81,7 @@ def _rewrite(root: Schema) -> None:
             if isinstance(node.get(name), dict):
                 pending += [(f"{pointer}/{name}/{escape_key(key)}", one) for key, one in node[name].items()]
         if "$ref" in node:
-            pending.append((str(node["$ref"]), document.target(node["$ref"])))
+            pending.append((str(node["$ref"]), document.resolve(node["$ref"])))
 
 
 def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
@@ -97,9 +97,9 @@ def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{pointer}/{name}/{escape_key(key)}", one) for key, one in node[name].items())
 
 
-def not_enforceable(keyword: str, pointer: str) -> RequestError:
+def unenforceable_error(keyword: str, pointer: str) -> RequestError:
     """Return the error for a keyword that cannot be enforced."""
-    text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_ALTERNATIVES[keyword]}, or leave it out"
+    text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_ADVICE_BY_KEYWORD[keyword]}, or leave it out"
     return RequestError(text, parameter="grammar")
 
 
@@ -107,14 +107,14 @@ def not_enforceable(keyword: str, pointer: str) -> RequestError:
 
 
 def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    if "format" in node and (not isinstance(node["format"], str) or node["format"] not in FORMATS):
+    if "format" in node and (not isinstance(node["format"], str) or node["format"] not in ENFORCED_FORMATS):
         del node["format"]
 
 
 def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
         literals = document.literals(node.get("items"))
-        if literals is not None:  # an array cannot have more distinct items than there are literals
+        if literals is not None:  # the number of allowed values limits the number of distinct items
             node["maxItems"] = min(len(literals), node.get("maxItems", len(literals)))
 
 
@@ -122,15 +122,15 @@ def _resolve_references(node: Schema, pointer: str, document: SchemaDocument) ->
     if node.pop("$recursiveRef", None) is not None:
         _require_also(node, {"$ref": "#"})
     if "$ref" in node and not document.has_embedded_ids:
-        target = document.pointer(node["$ref"])
+        target = document.target_pointer(node["$ref"])
         if target is None:
-            raise not_enforceable("$ref", pointer)
+            raise unenforceable_error("$ref", pointer)
         if not str(node["$ref"]).startswith("#/"):
             node["$ref"] = quote(target, safe="/#~")
     if "$dynamicRef" in node:
-        target = document.pointer(node.pop("$dynamicRef"))
+        target = document.target_pointer(node.pop("$dynamicRef"))
         if target is None:
-            raise not_enforceable("$dynamicRef", pointer)
+            raise unenforceable_error("$dynamicRef", pointer)
         _require_also(node, {"$ref": target})
 
 
@@ -146,7 +146,7 @@ def _rewrite_if(node: Schema, pointer: str, document: SchemaDocument) -> None:
     else:
         negated = _negated(condition, node, document)
         if negated is None:
-            raise not_enforceable("if", pointer)
+            raise unenforceable_error("if", pointer)
         _require_also(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
 
 
@@ -154,16 +154,16 @@ def _rewrite_not(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if "not" in node:
         negated = _negated(node.pop("not"), node, document)
         if negated is None:
-            raise not_enforceable("not", pointer)
+            raise unenforceable_error("not", pointer)
         _require_also(node, negated)
 
 
 def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) -> None:
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        given = node.pop(keyword, {})
-        if not isinstance(given, dict):
-            raise not_enforceable("dependencies", f"{pointer}/{keyword}")
-        for name, needed in given.items():
+        dependencies = node.pop(keyword, {})
+        if not isinstance(dependencies, dict):
+            raise unenforceable_error("dependencies", f"{pointer}/{keyword}")
+        for name, needed in dependencies.items():
             absent, present = {"properties": {name: False}}, {"required": [name]}
             then = {"required": needed} if isinstance(needed, list) else needed
             if then not in (True, {}, {"required": []}):
@@ -173,14 +173,14 @@ def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) 
 def _drop_contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
     min_count, max_count = node.pop("minContains", 1), node.pop("maxContains", None)
     if "contains" in node and (min_count != 0 or max_count is not None):
-        raise not_enforceable("contains", pointer)
+        raise unenforceable_error("contains", pointer)
     node.pop("contains", None)
 
 
 def _rewrite_property_names(node: Schema, pointer: str, document: SchemaDocument) -> None:
     names = node.pop("propertyNames", True)
     if isinstance(names, dict) and "$ref" in names:
-        names = document.target(names["$ref"])
+        names = document.resolve(names["$ref"])
     if names in (True, {}) or _is_only_annotation(names):
         return
     values, literals = node.get("additionalProperties", True), document.literals(names)
@@ -192,7 +192,7 @@ def _rewrite_property_names(node: Schema, pointer: str, document: SchemaDocument
         return
     pattern = _name_pattern(names)
     if pattern is None or properties or patterns:
-        raise not_enforceable("propertyNames", pointer)
+        raise unenforceable_error("propertyNames", pointer)
     node["patternProperties"], node["additionalProperties"] = {pattern: values}, False
 
 
@@ -202,13 +202,13 @@ def _rewrite_unevaluated(node: Schema, pointer: str, document: SchemaDocument) -
         if subschema in (True, {}):
             continue
         if replacement == "additionalProperties" and subschema is False:
-            names, known = _evaluated_names(node, document), node.get("properties", {})
+            names, properties = _evaluated_names(node, document), node.get("properties", {})
             if names is not None:
-                node["properties"] = {**known, **{name: True for name in names if name not in known}}
+                node["properties"] = {**properties, **{name: True for name in names if name not in properties}}
                 node.setdefault(replacement, False)
                 continue
         if any(name in node for name in _APPLICATORS) or "contains" in node:
-            raise not_enforceable(keyword, pointer)
+            raise unenforceable_error(keyword, pointer)
         if replacement == "items" and isinstance(node.get("items"), list):
             replacement = "additionalItems"
         node.setdefault(replacement, subschema)
@@ -222,7 +222,7 @@ def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -
         return None
     if depth < 8 and "additionalProperties" in schema:
         return None
-    parts = [*schema.get("allOf", []), *([document.target(schema["$ref"])] if "$ref" in schema else [])]
+    parts = [*schema.get("allOf", []), *([document.resolve(schema["$ref"])] if "$ref" in schema else [])]
     inner = [_evaluated_names(part, document, depth - 1) for part in parts]
     names = set[str]().union(*(one for one in inner if one is not None))
     return None if None in inner else names | set(schema.get("properties", {}))
@@ -247,9 +247,9 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     required = node["required"] if isinstance(node.get("required"), list) else []
     min_count = node.get("minProperties", 0)
     if set(names) <= set(required):
-        # llguidance counts the keys in the text. Those that are not listed may repeat, and an object has a repeated key once.
+        # llguidance counts keys in the text, where a key that is not listed may occur twice. In the object it then occurs once.
         if min_count > len(set(required)) + 1:
-            raise not_enforceable("minProperties", pointer)
+            raise unenforceable_error("minProperties", pointer)
         return
     if min_count <= max(1, len(required)):
         node.pop("minProperties", None)
@@ -264,19 +264,19 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
 
 
 def _shrink_bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Replace numeric bounds that are too large for llguidance by smaller ones, and counts such as 2.0 by integers."""
+    """Replace numeric bounds that are too large for llguidance by `_MAX_NUMBER_BOUND`, and counts such as 2.0 by integers."""
     for name in _COUNT_KEYWORDS:
         if isinstance(node.get(name), float) and node[name].is_integer():
             node[name] = int(node[name])
-    limit = _MAX_INTEGER if node.get("type") == "integer" else _MAX_BOUND
+    limit = _MAX_INTEGER_BOUND if node.get("type") == "integer" else _MAX_NUMBER_BOUND
     for name, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
         value = node.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value * sign > limit:
-            node[name] = _MAX_BOUND * sign
+            node[name] = _MAX_NUMBER_BOUND * sign
 
 
-_Rule = Callable[[Schema, str, SchemaDocument], None]
-_RULES: tuple[_Rule, ...] = (
+_RewriteRule = Callable[[Schema, str, SchemaDocument], None]
+_REWRITE_RULES: tuple[_RewriteRule, ...] = (
     _shrink_bounds, _rewrite_unevaluated, _drop_unknown_format, _bound_unique_items, _resolve_references, _rewrite_if, _rewrite_not,
     _rewrite_dependencies, _drop_contains, _rewrite_property_names, _rewrite_property_counts, _rewrite_one_of,
 )  # fmt: skip
@@ -291,15 +291,15 @@ def _require_also(node: Schema, other: object) -> None:
 
 def _is_only_annotation(schema: object) -> bool:
     return isinstance(schema, dict) and all(
-        name in ("type", "title", "description") or (name == "format" and value not in FORMATS) for name, value in schema.items()
+        name in ("type", "title", "description") or (name == "format" and value not in ENFORCED_FORMATS) for name, value in schema.items()
     )
 
 
-def _name_pattern(names: object) -> str | None:
-    """Return a regular expression for the strings that a schema allows; None if there is none."""
-    if not isinstance(names, dict):
+def _name_pattern(schema: object) -> str | None:
+    """Return a regular expression that matches the strings that a schema allows; None if it cannot be derived."""
+    if not isinstance(schema, dict):
         return None
-    keywords = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
+    keywords = {name: value for name, value in schema.items() if name not in ("type", "title", "description")}
     if set(keywords) == {"pattern"}:
         return str(keywords["pattern"])
     if set(keywords) == {"format"}:
@@ -310,7 +310,7 @@ def _name_pattern(names: object) -> str | None:
 
 
 def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
-    """Return a schema of the values that do not match `schema`; None if there is none.
+    """Return a schema that matches exactly the values that `schema` does not; None if it cannot be derived.
 
     Args:
         context: a schema that all values match. If it lists its values, the result lists those of them that do not match `schema`.
@@ -329,9 +329,9 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     if keywords == {"type"}:
         return _other_types(schema["type"])
     if keywords in ({"const"}, {"enum"}):
-        known = document.literals(context)
+        allowed_values = document.literals(context)
         excluded = {canonical_json(value) for value in (schema["enum"] if "enum" in schema else [schema["const"]])}
-        return None if known is None else {"enum": [value for value in known if canonical_json(value) not in excluded]}
+        return None if allowed_values is None else {"enum": [value for value in allowed_values if canonical_json(value) not in excluded]}
     if not keywords <= {"type", "properties", "required"} or schema.get("type", "object") != "object":
         return None
     cases: list[Any] = [{"properties": {name: False}} for name in schema.get("required", [])]
@@ -351,4 +351,4 @@ def _other_types(excluded: object) -> Any:
     types = [excluded] if isinstance(excluded, str) else excluded
     if not isinstance(types, list) or ("integer" in types and "number" not in types):  # JSON schema has no type for non-integer numbers
         return None
-    return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False
+    return {"type": [name for name in _JSON_TYPES if name not in types]} if len(set(types) & set(_JSON_TYPES)) < len(_JSON_TYPES) else False

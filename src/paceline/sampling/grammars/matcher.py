@@ -1,6 +1,6 @@
-"""Matches an output with a grammar: which tokens may follow the committed output and a path of a draft tree, and which must.
+"""Matches an output with a grammar: which tokens may follow the committed output and a path of a draft tree.
 
-There is one llguidance matcher for all paths. It moves from the end of one path to the end of another by rolling tokens back and consuming
+There is one llguidance matcher for all paths. To move from one path to another, it rolls tokens back and consumes
 others, which takes about a microsecond a token. End tokens are handled here, because llguidance cannot roll back an end token after a
 complete text. They are allowed wherever the text may end.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RequestError
-from paceline.sampling.grammars.compiled_grammar import CompiledGrammar, failure_of
+from paceline.sampling.grammars.compiled_grammar import CompiledGrammar, failure_reason
 
 
 class ReasoningSection:
@@ -25,7 +25,7 @@ class ReasoningSection:
 
     def __init__(self, marker: bytes, bytes_of: Callable[[int], bytes]) -> None:
         self._marker, self._bytes_of = marker, bytes_of
-        self._tail = b""  # last bytes of the committed text, with which the marker may begin
+        self._tail = b""  # end of the committed text, which may be the beginning of the marker
 
     def num_tokens(self, path: Sequence[int]) -> int | None:
         """Return how many tokens of `path` are part of the section; None if the section does not end in `path`."""
@@ -42,15 +42,15 @@ class ReasoningSection:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # A marker that ends in this token has all bytes but one, at most, in the tokens before it.
+        # If the marker ends in this token, at most len(marker) - 1 of its bytes are in earlier tokens.
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
 class GrammarMatcher:
     """Matches one request's output with its grammar. Implements `Constraint`.
 
-    The argument `path` of the methods is the draft tokens after the committed output. If the grammar forces a text, `mask` allows only the
-    token with which the tokenizer would encode it, and `num_allowed` any tokens that have this text.
+    The argument `path` of the methods is the draft tokens after the committed output. Where the grammar allows only one text, `mask` allows
+    only the tokenizer's own encoding of the text, but `num_allowed_tokens` any tokens that spell it.
 
     Raises:
         RequestError: by every method, if the grammar exceeds llguidance's limits.
@@ -61,11 +61,11 @@ class GrammarMatcher:
         self._vocabulary = compiled.vocabulary
         self._matcher = compiled.new_matcher()
         self._reasoning = reasoning
-        self._unique_items = compiled.unique_items_state()
+        self._unique_items = compiled.new_unique_items_state()
         self._has_ended = False
         self._committed: list[int] = []  # output tokens that llguidance's matcher has consumed
         self._path: list[int] = []  # draft tokens that llguidance's matcher has consumed after the output tokens
-        self._mask_words = np.zeros(self._vocabulary.num_words, np.uint32)
+        self._mask_words = np.zeros(self._vocabulary.num_mask_words, np.uint32)
         self._mask_address = self._mask_words.ctypes.data
 
     def is_finished(self, path: Sequence[int] = ()) -> bool:
@@ -75,10 +75,9 @@ class GrammarMatcher:
             return self._has_ended
         if self._vocabulary.eos_set:
             return not self._vocabulary.eos_set.isdisjoint(grammar_path)
-        return self._move_to(grammar_path) == len(grammar_path) and not self._allowed(self._vocabulary.size).any()
+        return self._move_to(grammar_path) == len(grammar_path) and not self._allowed_tokens(self._vocabulary.size).any()
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Set the scores [V] of tokens that may not follow `path` to -inf, in place."""
         eos_ids = self._vocabulary.eos_ids
         eos_ids = eos_ids[: np.searchsorted(eos_ids, len(scores))]
         grammar_path = self._after_reasoning(path)
@@ -89,16 +88,15 @@ class GrammarMatcher:
         elif self._move_to(grammar_path) < len(grammar_path):
             scores.fill(-np.inf)
         else:
-            allowed = self._allowed(len(scores))
+            allowed = self._allowed_tokens(len(scores))
             if self._unique_items is not None:
                 self._forbid_duplicates(allowed, grammar_path)
-            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: faster for so few ids than the assignment below
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: faster if few ids are allowed
                 _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf
 
     def commit(self, token_id: int) -> None:
-        """Append a token to the output."""
         if self._reasoning is not None:
             if self._reasoning.commit(token_id):
                 self._reasoning = None
@@ -114,7 +112,7 @@ class GrammarMatcher:
             self._unique_items.has_duplicate = False
         self._committed.append(self._path.pop(0))
 
-    def num_allowed(self, path: Sequence[int]) -> int:
+    def num_allowed_tokens(self, path: Sequence[int]) -> int:
         """Return the length of the longest prefix of `path` that may follow the output."""
         is_end = self._vocabulary.eos_set.__contains__
         grammar_path = self._after_reasoning(path)
@@ -130,10 +128,10 @@ class GrammarMatcher:
 
     def is_allowed(self, path: Sequence[int]) -> bool:
         """Return whether the whole `path` may follow the output."""
-        return self.num_allowed(path) == len(path)
+        return self.num_allowed_tokens(path) == len(path)
 
     def forced_tokens(self, path: Sequence[int]) -> list[int]:
-        """Return the tokens of the text that must follow `path`, as the tokenizer encodes it, without end tokens; empty if none must."""
+        """Return the tokens of the only text that the grammar allows after `path`, without end tokens; empty if it allows several."""
         grammar_path = self._after_reasoning(path)
         if grammar_path is None or self._has_ended or self._move_to(grammar_path) < len(grammar_path):
             return []
@@ -155,15 +153,15 @@ class GrammarMatcher:
         num_back = len(consumed) - num_shared
         if num_back:
             del consumed[num_shared:]
-            self._matcher.rollback(num_back)  # a matcher that failed ignores this call; the next call finds the error
-        # Ids outside the vocabulary are left out, because llguidance's matcher could not be used again after one.
+            self._matcher.rollback(num_back)  # on a failed matcher this does nothing, and the next call raises
+        # llguidance's matcher would fail for good after an id outside the vocabulary.
         rest = list(path[num_shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
         if rest:
             consumed.extend(rest[: self._call_matcher(lambda matcher: matcher.try_consume_tokens(rest))])
         return len(consumed)
 
-    def _allowed(self, vocab_size: int) -> NDArray[np.bool_]:
+    def _allowed_tokens(self, vocab_size: int) -> NDArray[np.bool_]:
         """Return [vocab_size] whether each token may follow at the matcher's position, end tokens included."""
         self._call_matcher(lambda matcher: matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes))
         bits = self._mask_words.view(np.uint8)
@@ -178,7 +176,7 @@ class GrammarMatcher:
     def _forbid_duplicates(self, allowed: NDArray[np.bool_], path: Sequence[int]) -> None:
         """Clear the tokens that would make an item of an array with `uniqueItems` repeat an earlier one, in place.
 
-        If this concerns all allowed tokens, they stay allowed, because otherwise the output could not be continued.
+        If all allowed tokens would do so, they stay allowed, because otherwise the output could not be continued.
         """
         assert self._unique_items is not None
         state = self._unique_items.copy()
@@ -188,7 +186,7 @@ class GrammarMatcher:
         ending_bytes = state.ending_bytes
         if ending_bytes is None:
             return
-        may_repeat = self._vocabulary.tokens_with(ending_bytes)[: len(allowed)]
+        may_repeat = self._vocabulary.tokens_containing(ending_bytes)[: len(allowed)]
         repeats = []
         for token_id in np.flatnonzero(allowed[: len(may_repeat)] & may_repeat).tolist():
             next_state = state.copy()
@@ -199,7 +197,7 @@ class GrammarMatcher:
             allowed[repeats] = False
 
     def _call_matcher(self, call: Callable[[Any], Any]) -> Any:
-        """Call a method of llguidance's matcher. If it fails, call it once more, of a new matcher at the same position."""
+        """Call a method of llguidance's matcher. If it fails, call it once more on a new matcher at the same position."""
         result = call(self._matcher)
         if self._matcher.is_error():
             self._matcher = self._compiled.replace_matcher(self._matcher)
@@ -213,7 +211,7 @@ class GrammarMatcher:
         if self._matcher.is_error():
             num_tokens = len(self._committed) + len(self._path)
             raise RequestError(
-                f"grammar: llguidance fails after {num_tokens} output tokens ({failure_of(self._matcher)}); use a simpler grammar or "
+                f"grammar: llguidance fails after {num_tokens} output tokens ({failure_reason(self._matcher)}); use a simpler grammar or "
                 "shorter texts",
                 parameter="grammar",
             )
@@ -226,5 +224,5 @@ def _mask_all_except(scores: NDArray[np.float32], token_ids: NDArray[np.integer]
 
 
 def _first_index(token_ids: Sequence[int], is_match: Callable[[int], bool]) -> int:
-    """Return the index of the first token for which `is_match` is true; the number of tokens if there is none."""
+    """Return the index of the first token for which `is_match` is true; len(token_ids) if there is none."""
     return next((index for index, token_id in enumerate(token_ids) if is_match(token_id)), len(token_ids))

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-_MAX_LITERALS = 256  # maximum number of values that are listed
+_MAX_LITERALS = 256  # maximum number of values that `literals` returns
 
 
 class SchemaDocument:
@@ -15,7 +15,7 @@ class SchemaDocument:
 
     Attributes:
         root: the parsed JSON of the schema.
-        has_embedded_ids: whether a subschema has an `$id`. References may then be relative to that subschema, and no reference is resolved.
+        has_embedded_ids: whether a subschema has an `$id`. Because references may be relative to it, no reference is then resolved.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -32,8 +32,8 @@ class SchemaDocument:
                 self._anchors.setdefault(identifier, []).append(pointer)
             self.has_embedded_ids |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
 
-    def pointer(self, reference: object) -> str | None:
-        """Return the JSON pointer of a reference's target; None if the target is outside this schema or ambiguous."""
+    def target_pointer(self, reference: object) -> str | None:
+        """Return the JSON pointer of the subschema that a reference points to; None if it is outside this schema or ambiguous."""
         if not isinstance(reference, str) or self.has_embedded_ids:
             return None
         url, fragment = urldefrag(urljoin(self._base, reference))
@@ -41,12 +41,12 @@ class SchemaDocument:
             return None
         if not fragment or fragment.startswith("/"):
             return f"#{unquote(fragment)}"
-        found = self._anchors.get(f"#{fragment}", [])
-        return found[0] if len(found) == 1 else None
+        pointers = self._anchors.get(f"#{fragment}", [])
+        return pointers[0] if len(pointers) == 1 else None
 
-    def target(self, reference: object) -> Any:
-        """Return the target of a reference; None if it is outside this schema or ambiguous."""
-        pointer = self.pointer(reference)
+    def resolve(self, reference: object) -> Any:
+        """Return the subschema that a reference such as `$ref` points to; None if it is outside this schema or ambiguous."""
+        pointer = self.target_pointer(reference)
         node: Any = None if pointer is None else self.root
         for part in () if pointer is None else pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
@@ -76,7 +76,7 @@ class SchemaDocument:
         if schema.get("type") == "integer" and isinstance(low, int) and isinstance(high, int) and high - low < _MAX_LITERALS:
             return list(range(low, high + 1))
         if "$ref" in schema:
-            return self.literals(self.target(schema["$ref"]), depth - 1)
+            return self.literals(self.resolve(schema["$ref"]), depth - 1)
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list):
                 parts = [self.literals(one, depth - 1) for one in schema[name]]

@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from paceline.sampling.grammars.json_schema import not_enforceable
+from paceline.sampling.grammars.json_schema import unenforceable_error
 from paceline.sampling.grammars.schema_document import Schema, SchemaDocument, canonical_json, objects_of
 
-ENDS_STRING = b'"'
-ENDS_ITEM = b'",]} \t\n\r0tfn'
+STRING_END_BYTES = b'"'
+ITEM_END_BYTES = b'",]} \t\n\r0tfn'
 """A token that ends an item contains one of these bytes. So does the first token of `0`, `true`, `false` and `null`, whose first byte
 determines the whole item."""
 
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_SCALAR_ENDS = frozenset(b",]} \t\n\r")
-_SPACES = frozenset(b" \t\n\r")
-_WORDS = {b"t": "true", b"f": "false", b"n": "null"}
+_REFERENCE_KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
+_SCALAR_END_BYTES = frozenset(b",]} \t\n\r")
+_WHITESPACE_BYTES = frozenset(b" \t\n\r")
+_LITERAL_BY_FIRST_BYTE = {b"t": "true", b"f": "false", b"n": "null"}
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
 
@@ -34,18 +34,18 @@ class _ParserState(Enum):
     IN_STRING = 3
     IN_ESCAPE = 4
     IN_SCALAR = 5  # a number, true, false or null
-    AFTER_VALUE = 6  # or after a key
+    AFTER_VALUE = 6  # also after a key
 
 
 @dataclass(frozen=True, slots=True)
 class _Container:
     """An unfinished array or object."""
 
-    schemas: Schemas  # schemas that may apply to it
+    schemas: Schemas  # schemas that may apply to the array or object
     is_array: bool
     index: int = 0  # index of an array's current item
     key: str | None = None  # key of an object's current property
-    item_start: int = 0  # position of this item in the text
+    item_start: int = 0  # where the current item of an array begins in the text
     items: frozenset[str] | None = None  # canonical JSON of an array's finished items; None if items may repeat
     item_literals: tuple[str, ...] = ()  # JSON of every item that the schemas allow in an array; empty if they do not list the items
 
@@ -59,24 +59,24 @@ class UniqueItemsSchema:
 
     def __init__(self, schema: Schema) -> None:
         self._document = SchemaDocument(schema)
-        self._root = self._closure([schema])
+        self._root = self._same_value_schemas([schema])
         self._children: dict[tuple[tuple[int, ...], str | int], Schemas] = {}
 
     def open_container(self, parent: _Container | None, *, is_array: bool) -> _Container:
-        """Return a new array or object that is the current item or property of `parent`; None = it is the whole value."""
+        """Return a new array or object. It is the current item or property of `parent`, or the whole value if that is None."""
         schemas = self._root
         if parent is not None:
-            part = parent.index if parent.is_array else parent.key
-            schemas = () if part is None else self.children(parent.schemas, part)
+            key_or_index = parent.index if parent.is_array else parent.key
+            schemas = () if key_or_index is None else self.child_schemas(parent.schemas, key_or_index)
         if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
             return _Container(schemas, is_array)
         return _Container(schemas, is_array, items=frozenset(), item_literals=self._item_literals(schemas))
 
-    def children(self, schemas: Schemas, part: str | int) -> Schemas:
+    def child_schemas(self, schemas: Schemas, key_or_index: str | int) -> Schemas:
         """Return the schemas that may apply to a property (by key) or an item (by index) of a value to which `schemas` apply."""
-        key = (tuple(map(id, schemas)), part)
+        key = (tuple(map(id, schemas)), key_or_index)
         if key not in self._children:
-            self._children[key] = self._closure(child for schema in schemas for child in _child_schemas(schema, part))
+            self._children[key] = self._same_value_schemas(child for schema in schemas for child in _child_schemas(schema, key_or_index))
         return self._children[key]
 
     def _item_literals(self, schemas: Schemas) -> tuple[str, ...]:
@@ -86,36 +86,36 @@ class UniqueItemsSchema:
             return ()
         return tuple(json.dumps(value, ensure_ascii=False) for values in literals if values for value in values)
 
-    def _closure(self, schemas: Iterable[Any]) -> Schemas:
+    def _same_value_schemas(self, schemas: Iterable[Any]) -> Schemas:
         """Return `schemas` and all schemas in them that may apply to the same value, such as those of `allOf` and `$ref`."""
-        pending, found = list(schemas), dict[int, Schema]()
+        pending, schemas_by_id = list(schemas), dict[int, Schema]()
         while pending:
             schema = pending.pop()
-            if not isinstance(schema, dict) or id(schema) in found:
+            if not isinstance(schema, dict) or id(schema) in schemas_by_id:
                 continue
-            found[id(schema)] = schema
-            for name in _REFERENCES:
+            schemas_by_id[id(schema)] = schema
+            for name in _REFERENCE_KEYWORDS:
                 if name in schema:
-                    target = self._document.target(schema[name])
+                    target = self._document.resolve(schema[name])
                     if target is None:
-                        raise not_enforceable("uniqueItems", f"a schema with {name!r}")
+                        raise unenforceable_error("uniqueItems", f"a schema with {name!r}")
                     pending.append(target)
             for name in ("allOf", "anyOf", "oneOf"):
                 pending += schema[name] if isinstance(schema.get(name), list) else []
             for name in ("dependentSchemas", "dependencies"):
                 pending += schema[name].values() if isinstance(schema.get(name), dict) else []
             pending += [schema.get("then"), schema.get("else")]
-        return tuple(found.values())
+        return tuple(schemas_by_id.values())
 
 
-def unique_items(schema: Schema) -> UniqueItemsSchema | None:
-    """Return a schema as `UniqueItemsState` needs it; None if the schema does not use `uniqueItems`."""
+def unique_items_schema(schema: Schema) -> UniqueItemsSchema | None:
+    """Prepare a schema for `UniqueItemsState`; return None if it does not use `uniqueItems`."""
     is_used = any(node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1) for _, node in objects_of(schema))
     return UniqueItemsSchema(schema) if is_used else None
 
 
 class UniqueItemsState:
-    """Parses JSON as it is generated. The grammar ensures that it is valid.
+    """Parses JSON as it is generated, to find duplicate items. The grammar ensures that the JSON is valid.
 
     Attributes:
         has_duplicate: whether an item of an array with `uniqueItems` repeats an earlier item, or can only be completed to a repetition.
@@ -137,10 +137,10 @@ class UniqueItemsState:
             return None
         if self._open[-1].item_literals:
             return b""
-        return ENDS_STRING if self._state in (_ParserState.IN_STRING, _ParserState.IN_ESCAPE) else ENDS_ITEM
+        return STRING_END_BYTES if self._state in (_ParserState.IN_STRING, _ParserState.IN_ESCAPE) else ITEM_END_BYTES
 
     def copy(self) -> "UniqueItemsState":
-        """Return an independent copy. Its attributes are the same objects, because they are immutable or meant to be shared."""
+        """Return an independent copy. A shallow copy suffices, because no attribute is changed in place."""
         other = UniqueItemsState.__new__(UniqueItemsState)
         other.__dict__.update(self.__dict__)
         return other
@@ -164,17 +164,17 @@ class UniqueItemsState:
                 self._end_string(position + 1)
         else:
             if self._state is _ParserState.IN_SCALAR:
-                if byte not in _SCALAR_ENDS:
+                if byte not in _SCALAR_END_BYTES:
                     return
                 self._end_value(position)
-            if byte not in _SPACES:
+            if byte not in _WHITESPACE_BYTES:
                 self._parse_structure(position, byte)
 
     def _parse_structure(self, position: int, byte: int) -> None:
         """Parse a byte outside of strings and scalars."""
         if byte == _COMMA:
             is_array = self._open[-1].is_array
-            self._replace_top(index=self._open[-1].index + is_array)
+            self._update_innermost(index=self._open[-1].index + is_array)
             self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
         elif byte == _COLON:
             self._state = _ParserState.BEFORE_VALUE
@@ -188,7 +188,7 @@ class UniqueItemsState:
 
     def _begin_value(self, position: int, byte: int) -> None:
         if self._open and self._open[-1].is_array:
-            self._replace_top(item_start=position)
+            self._update_innermost(item_start=position)
         if byte in (_OPEN_LIST, _OPEN_OBJECT):
             is_array = byte == _OPEN_LIST
             self._open = (*self._open, self._schema.open_container(self._open[-1] if self._open else None, is_array=is_array))
@@ -200,7 +200,7 @@ class UniqueItemsState:
 
     def _end_string(self, end: int) -> None:
         if self._is_key:
-            self._replace_top(key=str(json.loads(self._text[self._string_start : end])))
+            self._update_innermost(key=str(json.loads(self._text[self._string_start : end])))
             self._state = _ParserState.AFTER_VALUE
         else:
             self._end_value(end)
@@ -212,9 +212,9 @@ class UniqueItemsState:
             return
         item = canonical_json(json.loads(self._text[top.item_start : end]))
         self.has_duplicate |= item in top.items
-        self._replace_top(items=top.items | {item})
+        self._update_innermost(items=top.items | {item})
 
-    def _replace_top(self, **changes: Any) -> None:
+    def _update_innermost(self, **changes: Any) -> None:
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _must_repeat(self) -> bool:
@@ -222,31 +222,31 @@ class UniqueItemsState:
         top = self._open[-1]
         if not top.items or self._state is _ParserState.AFTER_VALUE:
             return False
-        begun = b"" if self._state is _ParserState.BEFORE_VALUE else self._text[top.item_start :]
+        text = b"" if self._state is _ParserState.BEFORE_VALUE else self._text[top.item_start :]
         if top.item_literals:
-            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.item_literals)
+            return not any(one.encode().startswith(text) and canonical_json(json.loads(one)) not in top.items for one in top.item_literals)
         if self._state is not _ParserState.IN_SCALAR:
             return False
-        if begun[:1] in _WORDS:
-            return _WORDS[begun[:1]] in top.items
-        if begun not in (b"0", b"-0") or "0" not in top.items:
+        if text[:1] in _LITERAL_BY_FIRST_BYTE:
+            return _LITERAL_BY_FIRST_BYTE[text[:1]] in top.items
+        if text not in (b"0", b"-0") or "0" not in top.items:
             return False
         # After "0" or "-0" an integer is complete, but a number may continue with a fraction.
-        types = [schema["type"] for schema in self._schema.children(top.schemas, top.index) if "type" in schema]
+        types = [schema["type"] for schema in self._schema.child_schemas(top.schemas, top.index) if "type" in schema]
         return bool(types) and not any("number" in ([one] if isinstance(one, str) else one) for one in types)
 
 
-def _child_schemas(schema: Schema, part: str | int) -> list[Any]:
-    if isinstance(part, int):
-        return _item_schemas(schema, part)
+def _child_schemas(schema: Schema, key_or_index: str | int) -> list[Any]:
+    if isinstance(key_or_index, int):
+        return _item_schemas(schema, key_or_index)
     properties = schema.get("properties")
-    if isinstance(properties, dict) and part in properties:
-        found = [properties[part]]
+    if isinstance(properties, dict) and key_or_index in properties:
+        schemas = [properties[key_or_index]]
     else:
-        found = [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
-    # All patterns are taken, without matching them with the key, because matching a client's regular expression may take too long.
+        schemas = [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
+    # The keys are not matched with the patterns, because matching a client's regular expression may take too long.
     patterns = schema.get("patternProperties")
-    return [*found, *(patterns.values() if isinstance(patterns, dict) else ())]
+    return [*schemas, *(patterns.values() if isinstance(patterns, dict) else ())]
 
 
 def _item_schemas(schema: Schema, index: int) -> list[Any]:

@@ -17,8 +17,8 @@ import pytest
 from pydantic import AnyUrl, BaseModel, Field, Json, SecretStr, StringConstraints, create_model
 
 from paceline.errors import RequestError
-from paceline.sampling.grammars.json_schema import FORMATS, enforceable_schema
-from paceline.sampling.grammars.unique_items import unique_items
+from paceline.sampling.grammars.json_schema import ENFORCED_FORMATS, enforceable_schema
+from paceline.sampling.grammars.unique_items import unique_items_schema
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -170,7 +170,7 @@ def test_unused_json_schema_definition_is_not_checked() -> None:
 
 
 def test_enforced_json_schema_formats_are_supported_by_llguidance() -> None:
-    for name in FORMATS:
+    for name in ENFORCED_FORMATS:
         text = json.dumps({"type": "string", "format": name})
         matcher = llguidance.LLMatcher(byte_tokens(), llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
         assert not matcher.is_error(), name
@@ -203,7 +203,7 @@ def test_json_schema_with_invalid_values_compiles_or_is_refused(seed: int) -> No
         chosen = generator.choice(len(keywords), 4)
         schema = {keywords[index]: values[int(generator.integers(len(values)))] for index in chosen}
         try:
-            unique_items(enforceable_schema({"items": schema, "properties": {"p": schema}}))
+            unique_items_schema(enforceable_schema({"items": schema, "properties": {"p": schema}}))
         except RequestError:
             num_refused += 1
     assert 0 < num_refused < 3000

@@ -63,7 +63,7 @@ def allowed(matcher: GrammarMatcher, path: Sequence[int] = (), width: int = V) -
 
 def write(compiler: GrammarCompiler, grammar: Grammar, token_ids: Sequence[int]) -> GrammarMatcher:
     """Return a matcher after these tokens, each of which its mask allowed."""
-    matcher = compiler.matcher(grammar)
+    matcher = compiler.new_matcher(grammar)
     for token_id in token_ids:
         assert token_id in allowed(matcher)
         matcher.commit(token_id)
@@ -72,7 +72,7 @@ def write(compiler: GrammarCompiler, grammar: Grammar, token_ids: Sequence[int])
 
 def random_text(grammar: Grammar, generator: np.random.Generator, length: int) -> tuple[list[int], list[list[int]]]:
     """A random allowed text, and what was allowed at each of its places, by a matcher that goes straight on."""
-    matcher, text, masks = compiler().matcher(grammar), [], []
+    matcher, text, masks = compiler().new_matcher(grammar), [], []
     while len(text) < length and not matcher.is_finished():
         masks.append(allowed(matcher))
         token = int(generator.choice(masks[-1]))
@@ -93,7 +93,7 @@ def wander(matcher: GrammarMatcher, right: Sequence[int], generator: np.random.G
             case 0:
                 matcher.mask(np.zeros(V, np.float32), path)
             case 1:
-                assert matcher.is_allowed(path) == (matcher.num_allowed(path) == len(path))
+                assert matcher.is_allowed(path) == (matcher.num_allowed_tokens(path) == len(path))
             case _:
                 matcher.forced_tokens(path)
 
@@ -104,7 +104,7 @@ def test_grammar_mask_ignores_earlier_queries(name: str, seed: int, large_counts
     for _ in range(60 if large_counts else 6):
         grammar = GRAMMARS.get(name) or Grammar.json_schema(random_schema(generator))
         text, masks = random_text(grammar, generator, 30)
-        matcher = compiler().matcher(grammar)
+        matcher = compiler().new_matcher(grammar)
         for place, right in enumerate(masks):
             wander(matcher, text[place:], generator)
             ahead = int(generator.integers(min(4, len(masks) - place)))
@@ -122,7 +122,7 @@ def test_grammar_mask_agrees_with_is_allowed_and_forced_tokens(name: str, seed: 
     for _ in range(6):
         grammar = GRAMMARS.get(name) or Grammar.json_schema(random_schema(generator))
         text, masks = random_text(grammar, generator, 30)
-        matcher = compiler().matcher(grammar)
+        matcher = compiler().new_matcher(grammar)
         for place, left in enumerate(masks):
             path = text[:place]
             assert matcher.is_allowed([*path, int(generator.choice(left))])
@@ -141,7 +141,7 @@ def test_grammar_mask_agrees_with_is_allowed_and_forced_tokens(name: str, seed: 
 def test_forced_grammar_tokens_are_the_canonical_tokenization() -> None:
     schema = {"type": "object", "properties": {"street address": {"const": 7}}, "required": ["street address"]}
     schema["additionalProperties"] = False
-    matcher = compiler().matcher(Grammar.json_schema(schema))
+    matcher = compiler().new_matcher(Grammar.json_schema(schema))
     text = ids('{"street address": 7}')
     assert matcher.forced_tokens(()) == text
     assert matcher.forced_tokens(text[:2]) == text[2:]
@@ -155,12 +155,12 @@ def test_finished_grammar_allows_only_end_tokens() -> None:
     assert matcher.forced_tokens(()) == []
     assert not matcher.is_finished()
     for end in EOS_IDS:
-        assert matcher.num_allowed([end, end]) == 1
+        assert matcher.num_allowed_tokens([end, end]) == 1
         assert allowed(matcher, [end]) == sorted(EOS_IDS)  # with ignore_eos only end tokens follow
     assert allowed(matcher) == sorted(EOS_IDS)
     matcher.commit(EOS_IDS[0])
     assert matcher.is_finished()
-    assert matcher.num_allowed([5]) == 0
+    assert matcher.num_allowed_tokens([5]) == 0
     assert allowed(matcher) == sorted(EOS_IDS)
 
 
@@ -176,21 +176,21 @@ def test_end_token_on_a_draft_path_can_be_rolled_back(end: int) -> None:
 
 
 def test_grammar_without_end_tokens_is_finished_at_its_last_token() -> None:
-    matcher = GrammarCompiler(tokenizer()).matcher(Grammar.regex("no[0-9]?"))
+    matcher = GrammarCompiler(tokenizer()).new_matcher(Grammar.regex("no[0-9]?"))
     for token in ids("no1"):
         assert not matcher.is_finished()
         assert token in allowed(matcher, width=V + 100)
         matcher.commit(token)
     assert matcher.is_finished()
     assert allowed(matcher, width=V + 100) == []
-    free = [token for token in allowed(compiler().matcher(Grammar.lark("start: /.+/"))) if token not in EOS_IDS]
-    assert allowed(GrammarCompiler(tokenizer()).matcher(Grammar.lark("start: /.+/")), width=V + 100) == free
+    free = [token for token in allowed(compiler().new_matcher(Grammar.lark("start: /.+/"))) if token not in EOS_IDS]
+    assert allowed(GrammarCompiler(tokenizer()).new_matcher(Grammar.lark("start: /.+/")), width=V + 100) == free
 
 
 @pytest.mark.parametrize("width", [V - 96, V, V + 200])
 def test_grammar_masks_rows_wider_or_narrower_than_the_vocabulary(width: int) -> None:
     """A model may have more rows than its tokenizer has ids, or fewer."""
-    matcher = compiler().matcher(GRAMMARS["open regex"])
+    matcher = compiler().new_matcher(GRAMMARS["open regex"])
     assert allowed(matcher, width=width) == [token for token in allowed(matcher) if token < width]
 
 
@@ -210,7 +210,7 @@ NEVER = {
 @pytest.mark.parametrize("pattern", NEVER)
 def test_regex_that_matches_nothing_is_refused_with_the_reason(pattern: str) -> None:
     with pytest.raises(RequestError, match=NEVER[pattern]) as refusal:
-        compiler().matcher(Grammar.regex(pattern))
+        compiler().new_matcher(Grammar.regex(pattern))
     assert refusal.value.parameter == "grammar"
 
 
@@ -227,14 +227,14 @@ def test_regex_that_matches_nothing_is_refused_with_the_reason(pattern: str) -> 
 )
 def test_json_schema_that_does_not_compile_is_refused_with_the_reason(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refusal:
-        compiler().matcher(Grammar.json_schema(schema))
+        compiler().new_matcher(Grammar.json_schema(schema))
     assert refusal.value.parameter == "grammar"
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: again\nagain: again", "start: " + "(" * 5000, 'start: "a'])
 def test_invalid_lark_grammar_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        compiler().matcher(Grammar.lark(text))
+        compiler().new_matcher(Grammar.lark(text))
     assert refusal.value.parameter == "grammar"
 
 
@@ -248,13 +248,13 @@ def test_grammar_limits_are_not_used_up_by_other_requests(seed: int, monkeypatch
     """With a limit that one text is far from, and many together pass."""
     generator = np.random.default_rng(seed)
     crowded = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 80})
-    crowded.matcher(WIDE)
-    compiler().matcher(WIDE)
+    crowded.new_matcher(WIDE)
+    compiler().new_matcher(WIDE)
     compiled_again: list[object] = []
     real = CompiledGrammar._compile
     monkeypatch.setattr(CompiledGrammar, "_compile", lambda self: compiled_again.append(self) or real(self))
     for _ in range(12):
-        matcher, alone = crowded.matcher(WIDE), compiler().matcher(WIDE)
+        matcher, alone = crowded.new_matcher(WIDE), compiler().new_matcher(WIDE)
         for _ in range(16):
             path = []
             for _ in range(4):
@@ -268,8 +268,8 @@ def test_grammar_limits_are_not_used_up_by_other_requests(seed: int, monkeypatch
 
 def test_draft_too_complex_for_llguidance_is_only_not_allowed() -> None:
     ambiguous = Grammar.lark('start: start start | "a"')
-    tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20}).matcher(ambiguous)
-    free = compiler().matcher(ambiguous)
+    tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20}).new_matcher(ambiguous)
+    free = compiler().new_matcher(ambiguous)
     (letter,) = ids("a")
     for _ in range(4):
         with pytest.raises(RequestError, match="Current row has"):
@@ -288,7 +288,7 @@ def test_grammar_limit_error_of_the_own_text_does_not_recompile(monkeypatch: pyt
     """Compiling again would not help, and it would delay the whole batch."""
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
-    tight.matcher(ambiguous)
+    tight.new_matcher(ambiguous)
     monkeypatch.setattr(CompiledGrammar, "_compile", lambda _: pytest.fail("it compiles the grammar again"))
     with pytest.raises(RequestError, match="Current row has"):
         write(tight, ambiguous, ids("a") * 12)
@@ -313,12 +313,12 @@ def test_compiled_grammar_cache_evicts_the_least_recently_used(monkeypatch: pyte
     monkeypatch.setattr("paceline.sampling.grammars.compiler._MAX_CACHED_GRAMMARS", 2)
     small = GrammarCompiler(tokenizer(), EOS_IDS)
     for text in ("a", "b", "a", "c", "a", "b"):
-        small.matcher(Grammar.regex(text))
+        small.new_matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "b"]
 
 
 def test_matchers_of_one_compiled_grammar_are_independent() -> None:
-    one, other = (compiler().matcher(GRAMMARS["choice"]) for _ in range(2))
+    one, other = (compiler().new_matcher(GRAMMARS["choice"]) for _ in range(2))
     one.commit(ids("no")[0])
     assert allowed(one) == sorted(EOS_IDS)
     assert ids("yes")[0] in allowed(other)
@@ -334,7 +334,7 @@ def test_grammar_without_llguidance_names_the_extra_to_install(monkeypatch: pyte
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BackendUnavailableError, match=re.escape(install_command("grammar"))):
-        GrammarCompiler(tokenizer(), EOS_IDS).matcher(GRAMMARS["choice"])
+        GrammarCompiler(tokenizer(), EOS_IDS).new_matcher(GRAMMARS["choice"])
 
 
 # Reasoning
@@ -348,15 +348,15 @@ def test_grammar_applies_after_the_end_of_reasoning(thought: str, spelling: str)
     text = [*ids(thought), *marker, *ids("blue")]
     first = len(text) - len(ids("blue"))
     free = sorted(set(range(V)) - set(EOS_IDS))
-    matcher = compiler().matcher(GRAMMARS["reasoning"])
-    choices = allowed(compiler().matcher(Grammar.choice(["blue", "bluer"])))
+    matcher = compiler().new_matcher(GRAMMARS["reasoning"])
+    choices = allowed(compiler().new_matcher(Grammar.choice(["blue", "bluer"])))
     for start in range(len(text)):
         for end in range(start, len(text)):
             left = allowed(matcher, text[start:end])
             assert left == (free if end < first else choices) or end > first
             assert matcher.is_allowed([*text[start:end], *EOS_IDS[:1]]) == (end > first and EOS_IDS[0] in left)
-        assert matcher.num_allowed([*text[start:], 3]) >= len(text) - start
-        assert matcher.num_allowed([*text[start:first], ids("x")[0], 3]) == max(0, first - start)
+        assert matcher.num_allowed_tokens([*text[start:], 3]) >= len(text) - start
+        assert matcher.num_allowed_tokens([*text[start:first], ids("x")[0], 3]) == max(0, first - start)
         assert matcher.forced_tokens(text[start : max(start, first - 1)]) == [] or start >= first
         matcher.commit(text[start])
     assert EOS_IDS[0] in allowed(matcher)
@@ -366,13 +366,13 @@ def test_text_after_the_end_marker_within_its_token_is_unconstrained() -> None:
     both = Grammar.choice(["yes"], reasoning_end="a")
     token = ids(" at")[0]
     assert tokenizer().decode([token]) == " at"
-    matcher = compiler().matcher(both)
-    assert allowed(matcher, [token]) == allowed(compiler().matcher(Grammar.choice(["yes"])))
+    matcher = compiler().new_matcher(both)
+    assert allowed(matcher, [token]) == allowed(compiler().new_matcher(Grammar.choice(["yes"])))
 
 
 @pytest.mark.parametrize(("prompt", "is_over"), [("<think>\n\n</think>\n\n", True), ("</think> answer <think>", False), ("", False)])
 def test_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: bool) -> None:
-    matcher = compiler().matcher(GRAMMARS["reasoning"], ids(prompt))
+    matcher = compiler().new_matcher(GRAMMARS["reasoning"], ids(prompt))
     assert (len(allowed(matcher)) < 10) == is_over
 
 
@@ -383,7 +383,7 @@ def test_random_text_allowed_by_a_json_schema_validates(seed: int, large_counts:
     generator = np.random.default_rng(seed)
     for _ in range(200 if large_counts else 20):
         schema = random_schema(generator)
-        matcher, text = compiler().matcher(Grammar.json_schema(schema)), []
+        matcher, text = compiler().new_matcher(Grammar.json_schema(schema)), []
         while not matcher.is_finished() and len(text) < 400:
             left = allowed(matcher)
             short = [token for token in left if token in EOS_IDS or len(tokenizer().decode([token])) < 4]
@@ -398,7 +398,7 @@ def test_grammar_works_with_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> N
     """Byte-level and sentencepiece."""
     for name in ("llama-spm", "gpt-2"):
         other = Tokenizer.open(shared_dir / "data" / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")
-        matcher = GrammarCompiler(other, other.end_token_ids).matcher(Grammar.choice(["größer", "größte"]))
+        matcher = GrammarCompiler(other, other.end_token_ids).new_matcher(Grammar.choice(["größer", "größte"]))
         text: list[int] = []
         while not matcher.is_finished():
             left = allowed(matcher, width=other.vocab_size + 64)

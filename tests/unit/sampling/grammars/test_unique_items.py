@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import RequestError
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar
-from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items
+from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
 MINI = Path(__file__).resolve().parents[4] / "src" / "paceline" / "assets" / "mini" / "target"
@@ -32,7 +32,7 @@ def compiler() -> GrammarCompiler:
 
 
 def has_duplicate(schema: dict[str, Any], text: str) -> bool:
-    arrays = unique_items(schema)
+    arrays = unique_items_schema(schema)
     assert arrays is not None
     state = UniqueItemsState(arrays)
     for byte in text.encode():  # one byte at a time, and all at once
@@ -66,13 +66,13 @@ def test_duplicate_items_are_found_wherever_unique_items_applies(schema: dict[st
 
 
 def test_schema_without_unique_items_needs_no_tracking() -> None:
-    assert unique_items({"type": "array", "uniqueItems": False}) is None
-    assert unique_items({"type": "array", "uniqueItems": True, "maxItems": 1}) is None
+    assert unique_items_schema({"type": "array", "uniqueItems": False}) is None
+    assert unique_items_schema({"type": "array", "uniqueItems": True, "maxItems": 1}) is None
 
 
 def written(schema: dict[str, Any], generator: np.random.Generator) -> str:
     """A random text that the masks allow."""
-    matcher, token_ids = compiler().matcher(Grammar.json_schema(schema)), list[int]()
+    matcher, token_ids = compiler().new_matcher(Grammar.json_schema(schema)), list[int]()
     while len(token_ids) < 80:
         ahead = token_ids[-1:] if generator.random() < 0.5 else []  # the last token is a path, or committed
         scores = np.zeros(V, np.float32)
@@ -114,7 +114,9 @@ def test_unique_items_masks_allow_no_duplicate_items(schema: dict[str, Any], see
 
 
 def test_unique_items_forbids_completing_a_duplicate_item() -> None:
-    matcher = compiler().matcher(Grammar.json_schema({**SET, "items": {"type": "string", "pattern": "^a$"}, "minItems": 2, "maxItems": 2}))
+    matcher = compiler().new_matcher(
+        Grammar.json_schema({**SET, "items": {"type": "string", "pattern": "^a$"}, "minItems": 2, "maxItems": 2})
+    )
     for token_id in tokenizer().encode('["a", "a', add_special_tokens=False):
         matcher.commit(token_id)
     scores = np.zeros(V, np.float32)
@@ -141,4 +143,4 @@ def test_array_of_unique_items_with_few_values_can_be_completed(items: dict[str,
 
 def test_unique_items_after_an_unknown_reference_are_refused() -> None:
     with pytest.raises(RequestError, match="`uniqueItems` at a schema with"):
-        unique_items({**SET, "$ref": "http://other/schema"})
+        unique_items_schema({**SET, "$ref": "http://other/schema"})
