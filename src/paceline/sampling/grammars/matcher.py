@@ -105,8 +105,9 @@ class GrammarMatcher:
         if self._has_ended:
             return
         if self._path[:1] != [token_id] and self._move_to((token_id,)) == 0:
-            text = self._vocabulary.bytes_of(token_id)
-            raise RequestError(f"grammar: the output continues with {text!r}, which the grammar does not allow", parameter="grammar")
+            text = f"no token of this model continues the output after {len(self._committed)} tokens"
+            example = f"{self._vocabulary.bytes_of(token_id)!r} does not match"
+            raise RequestError(f"grammar: {text} ({example}): require only characters of its vocabulary", parameter="grammar")
         if self._unique_items is not None:
             self._unique_items.feed(self._vocabulary.bytes_of(token_id))
             self._unique_items.has_duplicate = False
