@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, first_names, shortened
-from paceline.small_files import read_json, unreadable_error
+from paceline.small_files import check_regular_file, read_json, unreadable_error
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Each directory with safetensors of a model contains one of these files."""
@@ -31,9 +31,11 @@ def no_model_error(directory: Path) -> CheckpointError:
     """Return the error for a directory without safetensors and GGUF files.
 
     Raises:
-        CheckpointError: the directory cannot be read.
+        CheckpointError: the directory cannot be read, or what has the name of a safetensors file is no regular file.
     """
     names = list_directory(directory)
+    for name in set(SAFETENSORS) & set(names):
+        check_regular_file(directory / name)
     adapter = read_json(directory / _ADAPTER) if _ADAPTER in names else None
     return no_model_among_error(names, directory, adapter=adapter)
 

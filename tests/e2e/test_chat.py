@@ -227,6 +227,9 @@ def test_chat_save_writes_messages_in_request_format(fake_llm: type[FakeLLM], tm
     assert saved[:-1] == fake_llm.made[0].asked[1]
     assert saved[-1] == {"role": "assistant", "content": TEXT}
     assert chat(stdin=f"Hi\n/save {path}\n").exit_code == 2, "another conversation's file"
+    path.unlink()
+    assert "exists; give another name" in chat(stdin=f"Hi\n/save {path}\n/clear\n/save {path}\n").stderr
+    assert len(json.loads(path.read_text(encoding="utf-8"))) == 2
 
 
 def test_refused_chat_message_is_removed_and_sets_the_exit_code(fake_llm: type[FakeLLM]) -> None:

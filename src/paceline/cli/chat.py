@@ -170,6 +170,7 @@ def _clear(conversation: Conversation, argument: str) -> str:
     conversation.turns.clear()
     conversation.num_dropped = 0
     conversation.withdrawn_message = None
+    conversation.saved.clear()  # a new conversation does not overwrite the files of the last one
     return "the conversation starts anew"
 
 

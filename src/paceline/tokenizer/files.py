@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def open_pretrained(directory: Path) -> Any:
     model = _sentencepiece_model(directory)
     with convert_library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _suppress_torch_warning():
-            tokenizer_class = _tokenizer_class(directory, settings)
-        tokenizer = tokenizer_class.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+            from_pretrained = _tokenizer_loader(directory, settings)
+        tokenizer = from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     _check_vocabulary(tokenizer, directory)
     if model is not None:
         _check_conversion(tokenizer, model)
@@ -57,17 +58,25 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     """Return the Jinja sources of a directory by name; a file has precedence over tokenizer_config.json."""
     configured = settings.get("chat_template")
     if isinstance(configured, list):
-        templates = {str(item.get("name")): item.get("template") for item in configured if isinstance(item, dict)}
+        templates = {item["name"]: item["template"] for item in configured}
     else:
         templates = {"default": configured or (read_json(directory / "chat_template.json", TOKENIZER_BYTES) or {}).get("chat_template")}
     paths = {"default": directory / "chat_template.jinja"}
     folder = directory / _TEMPLATE_FOLDER
     paths |= {name.removesuffix(".jinja"): folder / name for name in (list_directory(folder) if folder.is_dir() else ())}
     for name, path in paths.items():
-        content = read_small(path, TOKENIZER_BYTES)
-        if content is not None:
-            templates[name] = content.decode("utf-8", "replace")
+        source = _read_template(path)
+        if source is not None:
+            templates[name] = source
     return {name: source for name, source in templates.items() if isinstance(source, str) and source}
+
+
+def _read_template(path: Path) -> str | None:
+    content = read_small(path, TOKENIZER_BYTES)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 (byte {error.start}); download it again") from error
 
 
 @contextmanager
@@ -92,9 +101,18 @@ def _check_files(directory: Path) -> dict[str, Any]:
             path = folder / name
             if path.suffix in _CHECKED_SUFFIXES and not path.is_dir():
                 check_small(path, TOKENIZER_BYTES)
+                if path.suffix == ".jinja":
+                    _read_template(path)
     settings = read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}
     _check_keys(settings, directory / "tokenizer_config.json")
     _check_keys(read_json(directory / "special_tokens_map.json", TOKENIZER_BYTES) or {}, directory / "special_tokens_map.json")
+    template = settings.get("chat_template")
+    named = template if isinstance(template, list) else [{"name": "default", "template": template or ""}]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str) for one in named):
+        expected = "expected a text, or a list of objects with name and template"
+        raise CheckpointError(
+            f"{directory}: chat_template in tokenizer_config.json is {shortened(template)}, {expected}; download it again"
+        )
     kind = settings.get("tokenizer_class")
     if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
@@ -176,12 +194,21 @@ def _check_added_ids(ids: Iterable[object], directory: Path) -> None:
             )
 
 
-def _tokenizer_class(directory: Path, settings: dict[str, Any]) -> Any:
-    """Return the transformers class to open a tokenizer with. AutoTokenizer is avoided if possible: it imports torch for seconds."""
+def _tokenizer_loader(directory: Path, settings: dict[str, Any]) -> Callable[..., Any]:
+    """Return the transformers function that opens a tokenizer. AutoTokenizer is avoided if possible: it imports torch for seconds.
+
+    AutoTokenizer gets only what determines its class: it would validate the whole config.json, including values that are not used here.
+    """
     if settings.get("tokenizer_class") in _FAST_TOKENIZER_CLASSES and is_file(directory / "tokenizer.json"):
         from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+        return PreTrainedTokenizerFast.from_pretrained
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-    return AutoTokenizer
+    fields = read_json(directory / "config.json") or {}
+    relevant = {name: fields[name] for name in ("model_type", "tokenizer_class") if isinstance(fields.get(name), str)}
+    try:
+        config = AutoConfig.for_model(**{"model_type": "", **relevant})
+    except ValueError:  # transformers does not have the model
+        config = PreTrainedConfig(**relevant)
+    return partial(AutoTokenizer.from_pretrained, config=config)

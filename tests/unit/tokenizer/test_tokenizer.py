@@ -1,5 +1,6 @@
 """Tokenizers round-trip, and streamed text is the text of the whole."""
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -215,6 +216,32 @@ def test_directory_without_readable_tokenizer_is_refused(tmp_path: Path, content
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"needs a complete tokenizer\.json"):
+        Tokenizer.open(tmp_path)
+
+
+def test_tokenizer_opens_next_to_a_config_that_transformers_refuses(tmp_path: Path) -> None:
+    """paceline reads none of these values, and a tokenizer does not depend on them."""
+    write_byte_level_tokenizer(tmp_path)
+    expected = Tokenizer.open(tmp_path).encode("the a")
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # the class depends on config.json
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "initializer_range": 1, "use_cache": null, "pad_token_id": "x"}')
+    assert Tokenizer.open(tmp_path).encode("the a") == expected
+    (tmp_path / "config.json").write_text('{"model_type": "not_in_transformers"}')
+    assert Tokenizer.open(tmp_path).encode("the a") == expected
+
+
+@pytest.mark.parametrize("template", [["chatml"], [{"name": "default"}], 7, {"default": "{{ x }}"}])
+def test_chat_template_of_the_wrong_type_is_refused_by_name(tmp_path: Path, template: object) -> None:
+    write_byte_level_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match=r"chat_template in tokenizer_config\.json is .*, expected a text, or a list"):
+        Tokenizer.open(tmp_path)
+
+
+def test_chat_template_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    write_byte_level_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8 \(byte 7\)"):
         Tokenizer.open(tmp_path)
 
 
