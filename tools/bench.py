@@ -130,7 +130,7 @@ def bench_passes(options: argparse.Namespace) -> Rows:
             for index in np.roll(range(len(llms)), number):
                 llm = llms[index]
                 timed = time_passes(
-                    llm.runtime, llm.engine.cache, options.rows, max_model_len=llm.max_model_len, cached_len=options.cached, repeats=1
+                    llm.runtime, llm.engine.cache, options.rows, max_model_len=llm.max_model_len, cached_len=options.cached, num_rounds=1
                 )
                 for count, seconds in timed.items():
                     samples[index][count].append(1e3 * seconds)

@@ -82,11 +82,11 @@ def test_merged_weights_and_logits_equal_those_of_peft(written: Callable[[str], 
             theirs = open_weights(adapter / "merged", read_model_config(adapter / "merged"))
             assert max(np.abs(as_float32(merged[name]) - as_float32(theirs[name])).max() for name in theirs) <= WEIGHTS, adapter.name
         expected = load_file(adapter / "expected.safetensors")
-        network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
+        network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_model_len=64, compute_type=WeightType.F32, packed=None)
         assert difference(prompt_logits(network, expected["ids"].tolist()), expected["logits"]) <= LOGITS, adapter.name
         for beside in (
             NativeNetwork(
-                decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, supports_adapters=True
+                decoder(config), config, weights, num_threads=1, max_model_len=64, compute_type=WeightType.F32, supports_adapters=True
             ),
             TorchNetwork(decoder(config), config, weights),
         ):

@@ -46,7 +46,7 @@ from paceline.models.weights import Weights
 from paceline.proof.doctor import diagnose
 from paceline.proof.probe import best_draft_length, expected_speedup, probe
 from paceline.runtimes import load as load_module
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 HEAVY = {"torch", "transformers", "scipy"}
 
@@ -486,7 +486,7 @@ def test_doctor_predicts_the_memory_of_a_requantised_gguf_file(tmp_path: Path) -
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
     memory = diagnose(doctor_options(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
     assert memory is not None
-    weights = load_runtime(path, RuntimeOptions(quantization=QuantOptions(bits=4), backend="native")).runtime.weights
+    weights = load_network(path, RuntimeOptions(quantization=QuantOptions(bits=4), backend="native")).network.weights
     assert memory.weights_bytes == weights.nbytes == Weights(weights).nbytes
     assert weights.nbytes < open_weights(path, read_model_config(path)).nbytes
 

@@ -22,7 +22,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.proof.doctor import diagnose
 from paceline.runtimes.base import Numerics, assemble_pass
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
 pytestmark = pytest.mark.usefixtures("always_drafts")
@@ -81,7 +81,7 @@ def test_gemma4_assistant_drafts_do_not_depend_on_earlier_steps(pair: tuple[Path
     for _ in range(2):
         llm.generate(PROMPTS, GREEDY)
     assert llm.stats().num_cached_tokens > 0
-    runtime = load_runtime(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).runtime
+    runtime = load_network(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).network
     network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_model_len=256)
     cache = runtime.new_cache(16)
     for token_ids, drafted in seen[::7]:

@@ -27,7 +27,7 @@ from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.proof.doctor import diagnose
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.logits_summary import SAMPLING_DTYPE
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.packed_weights import PackedWeights
@@ -102,7 +102,7 @@ def test_draft_vocab_size_limits_mtp_logits_to_the_first_ids(tmp_path: Path, sto
     scaled = logits[:, :FIRST].astype(np.float64) / 0.7
     for row, own in zip(ranked, scaled, strict=True):
         assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])
-        assert abs(row.log_sum - np.log(np.exp(own - own.max()).sum()) - own.max()) < 1e-3
+        assert abs(row.log_sum_exp - np.log(np.exp(own - own.max()).sum()) - own.max()) < 1e-3
         assert 0 <= row.sampled_id < FIRST
 
 
@@ -148,7 +148,7 @@ def test_draft_vocab_with_fewer_bits_than_stored_is_a_quantised_copy(tmp_path: P
     exact = run(open_mtp_head(restrict_draft_vocab(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(copy, num_threads=2, max_model_len=128)
     assert isinstance(head.runtime, NativeNetwork)
-    assert isinstance(head.runtime._shared.weights.table("lm_head"), PackedWeights), "rows are rounded to bytes"
+    assert isinstance(head.runtime._shared.weights.lookup_table("lm_head"), PackedWeights), "rows are rounded to bytes"
     found = run(head, ranks=False).logits
     assert 0 < np.abs(found - exact).mean() < (0.02 if bits == 8 else 0.15) * exact.std()
 
@@ -174,10 +174,10 @@ def test_draft_vocab_of_a_16_bit_target_is_copied_and_counted_by_doctor(tmp_path
         open_llm(target, "mtp", drafter_options=options, quantization="int8", draft_quantization=quantization)
         for quantization in ("none", "auto")
     ]
-    tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
+    tables = [one.drafter.head.runtime._shared.weights.lookup_table("lm_head") for one in (llm, kept, *both)]
     assert [isinstance(table, PackedWeights) for table in tables] == [True, False, True, True]
-    assert np.shares_memory(tables[2].data, both[0].runtime.packed_lm_head(VOCABULARY).data)
-    assert not np.shares_memory(tables[3].data, both[1].runtime.packed_lm_head(VOCABULARY).data)
+    assert np.shares_memory(tables[2].data, both[0].runtime.packed_lm_head_rows(VOCABULARY).data)
+    assert not np.shares_memory(tables[3].data, both[1].runtime.packed_lm_head_rows(VOCABULARY).data)
     for params in (GREEDY, SAMPLED):
         assert ids_of(llm.generate(PROMPTS, params)) == ids_of(plain.generate(PROMPTS, params))
     facts = [
@@ -191,15 +191,15 @@ def test_draft_vocab_of_a_16_bit_target_is_copied_and_counted_by_doctor(tmp_path
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
 def test_draft_vocab_reads_a_quantised_matrix_in_place(tmp_path: Path, stored: str, tied: bool) -> None:
     path = write_stored(tmp_path, stored, tied=tied)
-    module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_model_len=128)).runtime
+    module, target = load(path, stored), load_network(path, RuntimeOptions(num_threads=2, max_model_len=128)).network
     assert isinstance(target, NativeNetwork)
     first = restrict_draft_vocab(module, range(FIRST))
     apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
-    head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
+    head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_source=target)
     assert isinstance(head.runtime, NativeNetwork)
-    whole = target.packed_lm_head(VOCABULARY)
+    whole = target.packed_lm_head_rows(VOCABULARY)
     assert whole is not None
-    own = head.runtime._shared.weights.table("lm_head")
+    own = head.runtime._shared.weights.lookup_table("lm_head")
     assert isinstance(own, PackedWeights)
     assert np.shares_memory(own.data, whole.data)
     beside = run(head, ranks=False).logits
@@ -332,7 +332,7 @@ def test_missing_corpus_is_an_error_before_loading(tmp_path: Path, monkeypatch: 
     text = "which does not exist: give a text like those you generate"
     found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
-    monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("paceline.engine.loader.load_network", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
         open_llm(target, "mtp", drafter_options=options)
 
@@ -354,7 +354,7 @@ def test_draft_vocab_size_beyond_the_vocabulary_is_refused_before_loading(tmp_pa
     assert text in found.problems
     found = diagnose(doctor_options(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
     assert found.problems == []
-    monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("paceline.engine.loader.load_network", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
         open_llm(target, "mtp", drafter_options={"draft_vocab_size": 608})
     with pytest.raises(ConfigError, match="'draft_vocab_size' is for mtp heads, and the drafter is ngram"):

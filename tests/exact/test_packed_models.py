@@ -19,7 +19,7 @@ from paceline import LLM, CapacityError, CheckpointError, SamplingParams
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import GroupedTensor, as_float32
 from paceline.proof.doctor import diagnose
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 pytest.importorskip("torch")
 Pairs = Callable[[str, str], tuple[Path, Path]]
@@ -111,11 +111,11 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Pairs, kind: str) -> No
 
 def test_dequantised_fp8_matrices_are_reported_and_counted_as_memory(pairs: Pairs) -> None:
     _, packed = pairs("llama", "fp8")
-    notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
+    notices = load_network(packed, RuntimeOptions(device="cpu", backend="torch")).notices
     assert any("activations are not rounded" in notice for notice in notices)
     assert any("matrices become f32" in notice for notice in notices)
     with pytest.raises(CapacityError, match=r"packed as FP8, blocks of 32 x 64 take .* GB as f32"):
-        load_runtime(packed, RuntimeOptions(device="cpu", backend="torch", memory_bytes=1000))
+        load_network(packed, RuntimeOptions(device="cpu", backend="torch", memory_bytes=1000))
     found = diagnose(doctor_options(model=str(packed), drafters=("none",)))
     assert found.works
     assert found.target is not None

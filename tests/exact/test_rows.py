@@ -20,7 +20,7 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, path_to
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, Numerics, assemble_pass
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.native.passes import PassRecord
 
 NUM_SEQUENCES = 6
@@ -43,7 +43,7 @@ def open_target(directory: Path, dtype: str, collect_layers: Sequence[int] = ())
     options = RuntimeOptions(
         numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_model_len=512, backend="native", collect_layers=collect_layers
     )
-    runtime = load_runtime(directory, options).runtime
+    runtime = load_network(directory, options).network
     assert runtime.capabilities.numerics is Numerics.EXACT
     return runtime
 

@@ -143,7 +143,7 @@ def test_x_lora_loads_later_only_if_planned_at_engine_start(given: Given, checkp
     llm.requantize("none")
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
     without = LLM(str(given.target), backend=given.backend, device="cpu", dtype="f32", drafter="none", threads=1, max_model_len=MAX_CONTEXT)
-    with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* in adapters= \(--adapter\) then"):
+    with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* to adapters= \(--adapter\)"):
         without.load_adapter("mix", directory)
     assert without.adapters == ()
     assert 2 * without.engine.cache.bytes_per_token == llm.engine.cache.bytes_per_token
@@ -214,7 +214,7 @@ def give_draft_tokens_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: L
         for number, own in found.items():
             at = 0
             for item in batch.ranges:
-                if item.adapter == number:
+                if item.adapter_number == number:
                     own[at : at + item.num_rows] = own[at]
                     at += item.num_rows
         return found

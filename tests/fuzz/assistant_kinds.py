@@ -79,9 +79,9 @@ class AssistantKind(Kind):
         """It drafts after a text without errors."""
         from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, TreeLevelInput
         from paceline.runtimes.base import Numerics, assemble_pass
-        from paceline.runtimes.load import RuntimeOptions, load_runtime
+        from paceline.runtimes.load import RuntimeOptions, load_network
 
-        runtime = load_runtime(self.model, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).runtime
+        runtime = load_network(self.model, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).network
         cache, token_ids = runtime.new_cache(4), [5, 6, 7, 8, 9]
         sequence = cache.new_sequence()
         output = runtime.forward(*assemble_pass([cache.reserve_rows(sequence, range(-1, 4))], [token_ids], [[4]]))

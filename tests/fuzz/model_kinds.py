@@ -74,7 +74,7 @@ class ConfigFile(JsonKind):
         from paceline.models.checkpoint import open_weights, read_model_config
         from paceline.proof.doctor import diagnose
         from paceline.runtimes.base import Numerics
-        from paceline.runtimes.load import RuntimeOptions, load_runtime
+        from paceline.runtimes.load import RuntimeOptions, load_network
 
         if index % 8 == 0:
             assert all(map(str.isprintable, diagnose(doctor_options(model=str(self.folder), drafters=("ngram",))).problems))
@@ -83,7 +83,7 @@ class ConfigFile(JsonKind):
             config.for_context(context)
         open_weights(self.folder, config)
         if index % 16 == 0:
-            load_runtime(self.folder, RuntimeOptions(numerics=Numerics.FAST, backend="native"))
+            load_network(self.folder, RuntimeOptions(numerics=Numerics.FAST, backend="native"))
 
 
 class GenerationConfigFile(JsonKind):

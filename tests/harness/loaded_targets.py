@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import LoadedTarget, prepare_drafters
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.speculation.drafter import Drafter
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ def load_target(directory: Path, speculation: SpeculationConfig, *, layers: tupl
         layers: boundaries that its runtime collects.
     """
     engine = EngineConfig(model=str(directory), threads=1, max_model_len=256, device="cpu", offline=True)
-    runtime = load_runtime(directory, RuntimeOptions(max_model_len=256, device="cpu", collect_layers=layers)).runtime
+    runtime = load_network(directory, RuntimeOptions(max_model_len=256, device="cpu", collect_layers=layers)).network
     tokenizer = Tokenizer.open(directory)
     return LoadedTarget(
         directory=directory, runtime=runtime, cache=runtime.new_cache(num_blocks), tokenizer=tokenizer,

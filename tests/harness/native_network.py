@@ -57,7 +57,7 @@ class Network:
 
     Args:
         level: of the kernels; None = those this machine would use.
-        round_to: type of computation.
+        compute_type: type of computation.
         packed: whether rows are rounded to bytes in front of matrices in groups.
         tables: of rotary angles; None = those of the config.
         adapters: that rows may have, by number; None = none.
@@ -73,7 +73,7 @@ class Network:
         num_threads: int = 1,
         max_slots: int = 256,
         level: str | None = None,
-        round_to: WeightType = WeightType.F32,
+        compute_type: WeightType = WeightType.F32,
         packed: bool = False,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
@@ -82,7 +82,7 @@ class Network:
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(packed_weights, "kernels", lambda: open_kernels(level))
-            weights = NativeWeights(Weights(tensors or {}), round_to, packed={} if packed else None)
+            weights = NativeWeights(Weights(tensors or {}), compute_type, packed={} if packed else None)
             self._blocks = NativeOps(config, weights, supports_adapters=adapters is not None)
             self._inputs = [self._blocks.new_value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)

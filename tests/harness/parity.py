@@ -20,7 +20,7 @@ from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import ExpertMLP
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 PROMPT_LEN = 300
 ONE_ROW_FACTOR = 3
@@ -81,7 +81,7 @@ def open_backend(
         max_model_len=max_model_len,
         collect_layers=collect_layers,
     )
-    return load_runtime(directory, options).runtime
+    return load_network(directory, options).network
 
 
 def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.kv_cache.row_plan import RowPlan
-from paceline.runtimes.base import Pass
+from paceline.runtimes.base import ForwardInputs
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
 from paceline.speculation import step as step_module
@@ -22,7 +22,7 @@ def leave_kept_rows_of_a_tree_where_they_were(patch: pytest.MonkeyPatch) -> None
 def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
     real = step_module.assemble_pass
 
-    def without_masks(*arguments: Any) -> Pass:
+    def without_masks(*arguments: Any) -> ForwardInputs:
         made = real(*arguments)
         return made._replace(batch=replace(made.batch, ranges=tuple(one._replace(mask=None) for one in made.batch.ranges)))
 

@@ -36,7 +36,7 @@ class WrittenTarget(Network):
     def embed(self, token_ids: IntArray) -> FloatArray:
         return np.zeros((len(token_ids), 1), np.float32)
 
-    def network_with_same_weights(self, compose: NetworkDefinition) -> "WrittenTarget":
+    def network_with_same_weights(self, definition: NetworkDefinition) -> "WrittenTarget":
         raise AssertionError
 
 

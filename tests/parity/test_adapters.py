@@ -29,7 +29,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
+from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_network
 
 pytest.importorskip("torch")
 Tensors = dict[str, NDArray[Any]]
@@ -131,7 +131,7 @@ def native(config: Any, weights: MergedWeights) -> Network:
     from paceline.runtimes.native.network import NativeNetwork
 
     skip_without_kernels()
-    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
+    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, compute_type=WeightType.F32, packed=None)
 
 
 def write_case(case: Case, model: Path, folder: Path) -> tuple[Path, Path]:
@@ -254,17 +254,17 @@ def test_merging_into_gguf_converts_changed_matrices_to_float16(models: Any, tmp
     adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
 
     def load(**more: Any) -> LoadedNetwork:
-        return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_model_len=64, merge_adapter=adapter, **more))
+        return load_network(file, RuntimeOptions(device="cpu", backend="native", max_model_len=64, merge_adapter=adapter, **more))
 
     halves, floats = load(), load(dtype=WeightType.F32)
     for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
         assert sum(f"1 quantised matrices become {weight_type} with the adapter merged" in notice for notice in loaded.notices) == 1
-        assert loaded.runtime.weights.info("layers.1.q_proj.weight").weight_type.value == weight_type
-        assert loaded.runtime.weights.stored_blocks("layers.1.q_proj.weight") is None
-        assert loaded.runtime.weights.stored_blocks("layers.1.k_proj.weight") is not None
-    exact = as_float32(floats.runtime.weights["layers.1.q_proj.weight"])
-    assert np.array_equal(as_float32(halves.runtime.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
-    ours, theirs = (prompt_logits(native(one.runtime.config, one.runtime.weights), list(range(1, 33))) for one in (halves, floats))
+        assert loaded.network.weights.info("layers.1.q_proj.weight").weight_type.value == weight_type
+        assert loaded.network.weights.stored_blocks("layers.1.q_proj.weight") is None
+        assert loaded.network.weights.stored_blocks("layers.1.k_proj.weight") is not None
+    exact = as_float32(floats.network.weights["layers.1.q_proj.weight"])
+    assert np.array_equal(as_float32(halves.network.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
+    ours, theirs = (prompt_logits(native(one.network.config, one.network.weights), list(range(1, 33))) for one in (halves, floats))
     assert 0 < difference(ours, theirs) <= 0.01
     with pytest.raises(CapacityError, match=r"with the adapter merged take 8\.19e-06 GB, 8e-06 GB are free: use quantization='int8'"):
         load(memory_bytes=8000)

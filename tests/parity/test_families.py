@@ -29,7 +29,7 @@ from harness.parity import (
 from paceline.models.config import WeightType, read_config
 from paceline.models.layers import AttentionGate, QKNorm
 from paceline.runtimes.base import Numerics, assemble_pass
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 pytest.importorskip("torch")
 WINDOWS = [name for name in CASES if name.endswith("-window")]
@@ -121,10 +121,10 @@ def test_gemma2_soft_cap_is_applied_with_and_without_kernels(
     reference = references("gemma2")
     if not has_kernels:
         monkeypatch.setattr("paceline.runtimes.load.kernels_path", lambda: None)
-    loaded = load_runtime(reference.directory, RuntimeOptions(numerics=Numerics.FAST, device="cpu"))
+    loaded = load_network(reference.directory, RuntimeOptions(numerics=Numerics.FAST, device="cpu"))
     if not has_kernels:
         assert sum("using torch" in notice for notice in loaded.notices) == 1
-    assert difference(prompt_logits(loaded.runtime, reference.token_ids), reference.logits) <= reference.allowed("native")
+    assert difference(prompt_logits(loaded.network, reference.token_ids), reference.logits) <= reference.allowed("native")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_text_model_stored_with_an_image_encoder_has_equal_logits(
     values = {"model_type": kind, "architectures": [architecture], "text_config": read_values(plain.directory), "vision_config": {}}
     write_values(tmp_path, {**values, "dtype": "float32", "eos_token_id": [0, 5]})
     assert read_config(tmp_path).eos_token_ids == (0, 5)
-    notices = [load_runtime(one, RuntimeOptions(device="cpu", backend="torch")).notices for one in (tmp_path, plain.directory)]
+    notices = [load_network(one, RuntimeOptions(device="cpu", backend="torch")).notices for one in (tmp_path, plain.directory)]
     assert [sum("encoders are not loaded" in notice for notice in own) for own in notices] == [1, 0]
     found, expected = (prompt_logits(open_backend(directory, backend), plain.token_ids) for directory in (tmp_path, plain.directory))
     assert np.array_equal(found, expected)

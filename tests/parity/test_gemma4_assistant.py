@@ -17,7 +17,7 @@ from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork
 from paceline.drafters.head_files import HeadFiles
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, Numerics, assemble_pass
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 torch = pytest.importorskip("torch")
 
@@ -79,7 +79,7 @@ def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwor
     """
     skip_without_kernels(backend)
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, device="cpu", backend=backend)
-    runtime = load_runtime(pair.target, options).runtime
+    runtime = load_network(pair.target, options).network
     network = AssistantNetwork(load_assistant(HeadFiles.open(pair.assistant), runtime.config), runtime, max_model_len=512)
     cache = runtime.new_cache(32)
     other, sequence = cache.new_sequence(), cache.new_sequence()
@@ -140,7 +140,7 @@ def test_gemma4_assistant_rows_in_one_pass_are_independent(pairs: Callable[[str,
 
 def test_gemma4_assistant_layers_read_the_last_target_kv_of_their_kind(pairs: Callable[[str, str], Pair]) -> None:
     for kind, local, whole in (("e2b", 4, 3), ("unified", 6, 7)):
-        runtime = load_runtime(pairs(kind, "dense").target, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="torch")).runtime
+        runtime = load_network(pairs(kind, "dense").target, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="torch")).network
         config = load_assistant(HeadFiles.open(pairs(kind, "dense").assistant), runtime.config).config
         assert [layer.mixer.kv_layer for layer in config.layers.layers] == [local, local, local, whole]
         assert [layer.mixer.window for layer in config.layers.layers] == [WINDOW - 1] * 3 + [None]

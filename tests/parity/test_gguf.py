@@ -26,7 +26,7 @@ from paceline.models.rope_config import RopeType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor
 from paceline.runtimes.base import FloatArray, Numerics
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.native.library import kernels_path
 
 pytest.importorskip("torch")
@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def logits(path: Path, **options: Any) -> FloatArray:
     """Of one prompt, computed in float32."""
     options = {"numerics": Numerics.FAST, "dtype": WeightType.F32, "device": "cpu", "backend": "torch", **options}
-    found = prompt_logits(load_runtime(path, RuntimeOptions(**options)).runtime, TOKEN_IDS)
+    found = prompt_logits(load_network(path, RuntimeOptions(**options)).network, TOKEN_IDS)
     assert np.isfinite(found).all()
     return found
 
@@ -163,7 +163,7 @@ def test_packed_gguf_weights_are_held_once_and_stay_readable(
     checkpoint: Make, tmp_path: Path, case: str, quantization: QuantOptions | None
 ) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", "Q8_0")
-    weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quantization=quantization)).runtime.weights
+    weights = load_network(path, RuntimeOptions(device="cpu", backend="native", quantization=quantization)).network.weights
     source = getattr(weights, "_weights", weights)  # of what is quantised further
     held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
     # whose rows are looked up: in panels, or a quantised one's in groups; a tied one's in the other form
@@ -182,7 +182,7 @@ def test_only_used_rows_of_per_layer_embeddings_are_converted(checkpoint: Make, 
     path = write_gguf(directory, tmp_path / "model.gguf", lambda in_file: "Q8_0" if in_file == "per_layer_token_embd.weight" else "F32")
     widened = write_rounded(directory, tmp_path / "widened", "Q8_0", lambda name, _: name == "model.embed_tokens_per_layer.weight")
     assert np.array_equal(logits(path, backend=backend), logits(widened, backend=backend))
-    runtime = load_runtime(path, RuntimeOptions(dtype=WeightType.F32, device="cpu", backend=backend)).runtime
+    runtime = load_network(path, RuntimeOptions(dtype=WeightType.F32, device="cpu", backend=backend)).network
     weights = runtime.weights if backend == "native" else runtime._shared.weights._weights
     assert "layer_embedding.weight" not in weights._tensors
 

@@ -41,7 +41,7 @@ from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble_pass
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 torch = pytest.importorskip("torch")
 TorchNetwork = pytest.importorskip("paceline.runtimes.torch.network").TorchNetwork
@@ -219,11 +219,11 @@ def test_hybrid_text_model_stored_with_encoder_and_mtp_has_equal_logits(
     values = {"model_type": kind, "architectures": ["AnyForConditionalGeneration"], "text_config": text, "vision_config": {}}
     write_values(tmp_path, values)
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, num_threads=2, device="cpu", backend=backend)
-    loaded = load_runtime(tmp_path, options)
+    loaded = load_network(tmp_path, options)
     assert loaded.bundled_head == "mtp"
     assert [notice.split(":")[0] for notice in loaded.notices] == ["the checkpoint's image and audio encoders are not loaded"]
     expected = prompt_logits(open_backend(plain.directory, backend), plain.token_ids)
-    assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
+    assert np.array_equal(prompt_logits(loaded.network, plain.token_ids), expected)
 
 
 @pytest.mark.spread(0.25)

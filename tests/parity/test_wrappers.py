@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import read_config
 from paceline.models.multimodal import MULTIMODAL_MODELS, text_model_fields
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 
 torch = pytest.importorskip("torch")
 BOUND = 1e-4
@@ -95,7 +95,7 @@ def test_text_logits_of_a_multimodal_model_equal_the_whole_model(whole: Whole, k
     assert expected.std() > 0.1
     assert difference(prompt_logits(open_backend(directory, backend), token_ids), expected) <= BOUND
     if backend == "torch":
-        notices = load_runtime(directory, RuntimeOptions(device="cpu", backend="torch")).notices
+        notices = load_network(directory, RuntimeOptions(device="cpu", backend="torch")).notices
         assert sum("encoders are not loaded" in notice for notice in notices) == 1
     assert open_weights(directory, read_config(directory)).has_encoders
 

@@ -108,7 +108,7 @@ def test_processor_flags_on_windows_come_from_the_system_call(
     monkeypatch.setattr(processor.ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
     monkeypatch.setattr(processor.platform, "system", lambda: "Windows")
     monkeypatch.setattr(processor.platform, "machine", lambda: machine)
-    monkeypatch.setattr(library, "_flags_of_cpuid", lambda path: frozenset())
+    monkeypatch.setattr(library, "_read_cpuid_flags", lambda path: frozenset())
     monkeypatch.setattr(library.Path, "is_file", lambda path: True)
     path = library.kernels_path()
     assert path is None if level is None else path is not None and path.name == f"kernels.{level}.dll"
@@ -118,8 +118,8 @@ def test_flags_read_by_cpuid_are_those_of_cpuinfo() -> None:
     path = library.kernels_path()
     if path is None or platform.machine() != "x86_64" or platform.system() != "Linux":
         pytest.skip("needs kernels and /proc/cpuinfo of an x86-64 processor")
-    names = {name for name, *_ in library._FLAGS_OF_CPUID}
-    assert library._flags_of_cpuid(path) == processor.processor_flags() & names
+    names = {name for name, *_ in library._CPUID_FLAGS}
+    assert library._read_cpuid_flags(path) == processor.processor_flags() & names
 
 
 def test_processor_name_depends_on_the_flags(cpu_info: Path) -> None:

@@ -32,7 +32,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import num_parameters
 from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble_pass, split_into_passes
 from paceline.runtimes.cost import time_passes
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.logits_summary import LogitsSummary
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.small_files import read_json
@@ -312,7 +312,7 @@ class DraftModelDrafter(GreedyTextModel):
         if row is None:
             return NO_TOKENS
         summary = row.top_tokens
-        if summary is not None and math.isfinite(summary.log_sum):
+        if summary is not None and math.isfinite(summary.log_sum_exp):
             if not request.params.has_truncation:
                 return self._sampler.sample_from_top_tokens(summary, width, is_greedy=request.params.is_greedy)
             drafted = self._sampler.sample_from_truncated_top_tokens(request, path, summary, width)
@@ -429,7 +429,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     max_model_len = min(required_len, config.max_positions)
     mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
-    passes = time_passes(runtime, cache, (_PREFILL_PROFILE_TOKENS,), max_model_len=max_model_len, repeats=1, with_logits=False)
+    passes = time_passes(runtime, cache, (_PREFILL_PROFILE_TOKENS,), max_model_len=max_model_len, num_rounds=1, with_logits=False)
     translation, tokenizers = None, None if has_all_ids else (ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer))
     if tokenizers is not None and comparison.match is not VocabularyMatch.DISJOINT:
         translation = SharedVocabularyMap(*tokenizers, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
@@ -493,7 +493,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         memory_bytes=None if adapter is None else target.memory_bytes,
         merge_adapter=adapter,
     )
-    runtime = load_runtime(directory, options).runtime
+    runtime = load_network(directory, options).network
     num_blocks = 1 + num_blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # 1 block to measure the prefill speed
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(

@@ -76,7 +76,7 @@ class DraftSampler:
 
     def truncated_summary_options(self, width: int) -> SummaryOptions:
         """Return the summary of each row of logits that `sample_from_truncated_top_tokens` needs for `width` tokens."""
-        return replace(self.summary_options(width), count=max(SUPPORT_TOP_N, width + 1))
+        return replace(self.summary_options(width), num_top_tokens=max(SUPPORT_TOP_N, width + 1))
 
     def sample_from_top_tokens(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:
         """Sample as `sample` does, from the top tokens of a row, for a request whose parameters only scale the logits by temperature."""

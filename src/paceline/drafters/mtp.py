@@ -326,7 +326,7 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
         is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
     """
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         size = config.target_hidden_size
         embedding = ops.rms_norm(ops.input(EMBEDDING, size), "embedding_norm")
         feature = ops.rms_norm(ops.input(FEATURE, size), "feature_norm")
@@ -339,13 +339,13 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
             logits = ops.soft_cap(logits, soft_cap)
         return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
-    return compose
+    return define_network
 
 
 def open_mtp_head(module: MtpModule, **placement: Unpack[HeadPlacement]) -> RecurrentHead:
     network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
     if module.config.has_own_lm_head or module.has_lm_head_copy:
-        placement["lm_head_of"] = None
+        placement["lm_head_source"] = None
     runtime = load_head(network, module.config.layers, module.weights, **placement)
     vocab = module.draft_vocab
     range_size, target_ids = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
@@ -373,6 +373,6 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
         module = restrict_draft_vocab(module, vocab, target.lm_head_copy_quant, num_threads=num_threads)
     placement = target.placement
     if target.copies_lm_head:
-        placement["lm_head_of"] = None
+        placement["lm_head_source"] = None
     head = open_mtp_head(module, **placement)
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

@@ -143,7 +143,7 @@ def check_tokenizer(path: Path, comparison: VocabularyComparison) -> None:
 def pard2_network(config: Pard2Config) -> NetworkDefinition:
     """Return the network of a PARD-2 draft model. Its inputs are `embedding`, and the chunks of the features by the names of `head.py`."""
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         x, layers = ops.input(EMBEDDING, config.layers.hidden_size), config.layers
         chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
         (projected,) = ops.linear(ops.concat(*(chunks[chunk] for chunk in config.chunk_order)), "target_proj")
@@ -154,7 +154,7 @@ def pard2_network(config: Pard2Config) -> NetworkDefinition:
         logits = ops.lm_head(ops.logits_rows(hidden), "embedding" if layers.tied_embeddings else "lm_head")
         return {FEATURE: hidden, LOGITS: logits}
 
-    return compose
+    return define_network
 
 
 def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
@@ -171,7 +171,7 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
     stored = open_pard2_weights(files, config)
     weights = target.quantize(stored, (*weight_files(directory), directory / PROJECTION_FILE))
     kv_cache_dtype = default_kv_cache_dtype(config.layers, stored)
-    placement: HeadPlacement = {**target.placement, "lm_head_of": None}
+    placement: HeadPlacement = {**target.placement, "lm_head_source": None}
     runtime = load_head(pard2_network(config), config.layers, weights, kv_cache_dtype=kv_cache_dtype, **placement)
     head = RecurrentHead(
         config, runtime, runtime, weights["embedding.weight"], target_ids=None, masked_pair=MaskedFeaturePair(config.mask_token_id, None)

@@ -65,7 +65,7 @@ class LoadedTarget:
     def placement(self) -> HeadPlacement:
         """Threads, device and context length of heads, as the target's, and the network whose lm_head they use if they have none."""
         return HeadPlacement(
-            num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_of=self.runtime
+            num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_source=self.runtime
         )
 
     def quantize(self, weights: Weights, files: Sequence[Path], *, has_target_lm_head: bool = False) -> Weights:

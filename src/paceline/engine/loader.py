@@ -26,8 +26,8 @@ from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
-from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, PROFILED_ROW_COUNTS, profile_forward
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SAMPLING_PARAM_NAMES
@@ -233,8 +233,8 @@ def load_engine(
     )
     tokenizer = _open_tokenizer(directory)
     prepared = prepare_drafters(directory, config, speculation, drafters)
-    loaded = load_runtime(directory, _runtime_options(config, prepared.layer_boundaries))
-    runtime = loaded.runtime
+    loaded = load_network(directory, _runtime_options(config, prepared.layer_boundaries))
+    runtime = loaded.network
     plan, cache = _make_cache(runtime, config, with_xlora=with_xlora or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
@@ -293,7 +293,7 @@ def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> 
     """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
     limits = None
     if runtime.has_window_eviction:  # the largest pass: a step, or a pass that `profile_forward` times
-        limits = PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
+        limits = PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(PROFILED_ROW_COUNTS)))
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
     if with_xlora:

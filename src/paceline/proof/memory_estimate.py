@@ -182,9 +182,11 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
 
 
 def _pass_bytes(checkpoint: CheckpointFacts, schemes: Collection[str], max_model_len: int | None) -> int:
-    from paceline.runtimes.native.buffers import pass_bytes
+    from paceline.runtimes.native.buffers import estimate_pass_bytes
 
     context = min(max_model_len or checkpoint.config.max_positions, checkpoint.config.max_positions)
     num_rows = min(EngineConfig().prefill_chunk_size, context)
     wanted = min(_WANTED_ROWS, context)
-    return pass_bytes(checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_logits_rows=wanted, num_positions=context)
+    return estimate_pass_bytes(
+        checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_logits_rows=wanted, num_positions=context
+    )

@@ -138,7 +138,7 @@ def probe(prompts: Sequence[PromptLine] = (), **arguments: Any) -> ProbeResult:
     llm = LLM(**arguments)
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
-    pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
+    pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, num_rounds=_PASS_REPEATS))
     measured = measure_speedups(llm, prompts)
     trial = None if llm.drafter is None or llm.max_model_len < _LEAST_CONTEXT else _try_drafts(llm)
     notices = (*llm.notices, *_match_notice(llm.drafter, trial), *_unmeasured_notice(llm, prompts, measured))

@@ -45,9 +45,9 @@ class RowRange(NamedTuple):
     Attributes:
         block_table: the sequence's cache blocks, with at least `cached_len + num_rows` slots.
         mask: [num_rows, num_rows], True = may attend; None = causal.
-        first_slot: cached rows before this slot are not attended to; at most `cached_len`. Only drafting heads set it.
+        first_visible_slot: rows do not attend to cached rows before this slot; at most `cached_len`. Only drafting heads set it.
         sequence_id: id of the sequence in its cache, by which recurrent layers find its state.
-        adapter: number of the rows' LoRA adapter (`Network.load_adapter`); 0 = none.
+        adapter_number: the rows' LoRA adapter, as numbered by `Network.load_adapter`; 0 = none.
     """
 
     start: int
@@ -55,12 +55,12 @@ class RowRange(NamedTuple):
     cached_len: int
     block_table: IntArray
     mask: BoolArray | None = None
-    first_slot: int = 0
+    first_visible_slot: int = 0
     sequence_id: int = 0
-    adapter: int = 0
+    adapter_number: int = 0
 
     def parents(self) -> tuple[int, ...]:
-        """Return the row before each row: the last earlier row of the range to which it attends; -1 = the last cached row."""
+        """Return the parent of each row: the last earlier row of the range to which the row attends; -1 = the last cached row."""
         if self.mask is None:
             return tuple(range(-1, self.num_rows - 1))
         earlier = np.tril(self.mask, -1)
@@ -74,7 +74,7 @@ class ForwardBatch:
 
     Attributes:
         positions: [T] int32, rotary positions.
-        ranges: together all rows, in order and without gaps; may be empty for a network without attention.
+        ranges: cover all rows, in order and without gaps; may be empty for a network without attention.
 
     Raises:
         ValueError: more than MAX_PASS_ROWS rows; the caller must use `split_into_passes`.
@@ -89,20 +89,20 @@ class ForwardBatch:
 
     def rows_by_adapter(self) -> dict[int, IntArray]:
         """Return the ascending indices of the rows that use each adapter, by adapter number."""
-        ranges: dict[int, list[IntArray]] = {}
+        index_ranges: dict[int, list[IntArray]] = {}
         for item in self.ranges:
-            if item.adapter:
-                ranges.setdefault(item.adapter, []).append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
-        return {number: np.concatenate(rows) for number, rows in ranges.items()}
+            if item.adapter_number:
+                index_ranges.setdefault(item.adapter_number, []).append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
+        return {number: np.concatenate(indices) for number, indices in index_ranges.items()}
 
 
 class LogitsRows(NamedTuple):
-    """The rows of a pass whose logits are computed, and in which form they are returned.
+    """The rows of a pass whose logits are computed, and whether the logits themselves or summaries of them are returned.
 
     Attributes:
         rows: [R] int32, indices of rows, each at most once, in any order.
         summary: return only this summary of each row, for example its top tokens; None = return whole rows of logits.
-        sampling: `SAMPLING_DTYPE` [summaries of the network, R], how a token is sampled from each row; None = no token is sampled.
+        sampling: how to sample a token from each row, `SAMPLING_DTYPE` [number of logits results, R]; None = no token is sampled.
     """
 
     rows: IntArray
@@ -114,7 +114,7 @@ class ForwardOutput:
     """The results of one pass. Arrays are views that the next pass of the same network overwrites.
 
     Args:
-        results: float32 arrays by the result names of the network's `NetworkDefinition` function. Only those that are used are copied.
+        results: float32 arrays by the result names of the `NetworkDefinition`. On a GPU, reading an array copies it to the CPU.
     """
 
     def __init__(self, results: Mapping[str, FloatArray]) -> None:
@@ -132,7 +132,7 @@ class ForwardOutput:
 
     @property
     def summaries(self) -> list[LogitsSummary]:
-        """The summary of each row of logits, in the order of `LogitsRows.rows`; only if `LogitsRows.summary` was given."""
+        """The summary of each row of logits, in the order of `LogitsRows.rows`. `LogitsRows.summary` must have been given."""
         return decode_summaries(self.results[SUMMARY])
 
     @property
@@ -146,14 +146,14 @@ class ForwardOutput:
         return tuple(self.results[name] for name in self.results if name.startswith(f"{COLLECTED}."))
 
     def split_by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
-        """Return the results for each plan. `plans` and `logits_nodes` are the arguments with which `assemble_pass` made this pass."""
-        parts: list[PlanOutput] = []
+        """Return the results for each plan. `plans` and `logits_nodes` are those that `assemble_pass` was called with for this pass."""
+        outputs: list[PlanOutput] = []
         first_row = first_logits_row = 0
         for plan, nodes in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(nodes)
-            parts.append(PlanOutput(self, plan, first_row, first_logits_row, end))
+            outputs.append(PlanOutput(self, plan, first_row, first_logits_row, end))
             first_row, first_logits_row = first_row + plan.num_rows, end
-        return parts
+        return outputs
 
 
 class PlanOutput(NamedTuple):
@@ -162,7 +162,7 @@ class PlanOutput(NamedTuple):
     Attributes:
         pass_output: results of the whole pass.
         first_row: index in the pass of the plan's first row.
-        first_logits_row, end_logits_row: the plan's rows among the rows of logits.
+        first_logits_row, end_logits_row: the plan's logits are rows [first_logits_row, end_logits_row) of `pass_output.logits`.
     """
 
     pass_output: ForwardOutput
@@ -178,15 +178,15 @@ class PlanOutput(NamedTuple):
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
         """Return the final hidden states of these nodes of the draft tree, [len(nodes), E]; overwritten by the next pass."""
-        return self.pass_output.hidden_states[self._rows(nodes)]
+        return self.pass_output.hidden_states[self._pass_rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> tuple[FloatArray, ...]:
         """Return the hidden states of these nodes at each collected layer boundary, [len(nodes), E]."""
-        rows = self._rows(nodes)
+        rows = self._pass_rows(nodes)
         return tuple(collected[rows] for collected in self.pass_output.collected_hidden_states)
 
-    def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
-        """Return which rows of the pass these nodes are."""
+    def _pass_rows(self, nodes: Sequence[int]) -> slice | list[int]:
+        """Return the index in the pass of each node's row."""
         if isinstance(nodes, range):
             return slice(self.first_row + nodes.start, self.first_row + nodes.stop, nodes.step)
         return [self.first_row + node for node in nodes]
@@ -206,24 +206,24 @@ class Network(ABC):
     """A loaded network: a language model or a drafting head. Not thread-safe: one pass at a time.
 
     Attributes:
-        compose: function that defines what the network computes.
-        version: names everything but config and weights that the bits of results depend on; empty for runtimes that are never exact.
+        definition: function that defines what the network computes.
+        execution_key: identifies the kernels, threads and types on which the bits of results depend; empty if the runtime is never exact.
         weights: weights of a language model, as they were read; None = not kept.
         has_window_eviction: whether sliding-window layers free cached rows that have left the window.
-        num_passes: calls of `forward`, including those of networks with the same weights.
+        num_passes: number of calls of `forward`, including those of networks that share the weights.
     """
 
     config: ModelConfig
     capabilities: Capabilities
-    compose: NetworkDefinition
-    version: str = ""
+    definition: NetworkDefinition
+    execution_key: str = ""
     weights: Weights | None = None
     has_window_eviction = False
     num_passes: int
 
     @property
     def num_xlora_passes(self) -> int:
-        """Number of scaling passes (see `runtimes/xlora.py`) that were run before passes with X-LoRA adapters."""
+        """Number of scaling passes for X-LoRA adapters that were run, see `runtimes/xlora.py`."""
         return 0
 
     @property
@@ -259,16 +259,16 @@ class Network(ABC):
         """Allocate the cache of all layers. From now on this network and those with the same weights use it.
 
         Args:
-            limits: bounds on concurrent work, from which the blocks of sliding-window layers may be computed.
-            checkpoints: after which rows recurrent states are kept, so that other sequences can continue from them.
+            limits: maximum load for which sliding-window layers get enough blocks; None = they get `num_blocks` blocks, too.
+            checkpoints: after which rows recurrent states are kept, so that sequences with the same prefix can continue from them.
         """
         return KVCache(self.allocate_kv(num_blocks), num_blocks)
 
     def kv_arrays_of_layers(self, groups: Sequence[KVGroup], caches: Sequence[PagedCache]) -> list[Any]:
         """Return the arrays [keys of layer 0, values of layer 0, keys of layer 1, ...], each [num_blocks, K, block_size, D].
 
-        A layer that reads another layer's keys and values has the arrays of that layer; a layer without attention has empty ones. If
-        values are a part of the keys, both are the same array.
+        A layer that reads another layer's keys and values has the arrays of that layer; a layer without attention has empty arrays. If
+        values are a part of the keys (MLA), both are the same array.
 
         Args:
             groups: layers grouped by shape of keys, see `ModelConfig.kv_groups`.
@@ -276,12 +276,12 @@ class Network(ABC):
         """
         config = self.config
         without_attention = [layer for layer in range(config.num_layers) if layer not in config.attention_layers]
-        pairs: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
+        keys_and_values: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
         for group, cache in zip(groups, caches, strict=True):
             for index, layer in enumerate(group.layers):
                 first = group.arrays_per_layer * index
-                pairs[layer] = (cache.storage[first], cache.storage[first + group.arrays_per_layer - 1])
-        return [array for layer in range(config.num_layers) for array in pairs[config.kv_source(layer)]]
+                keys_and_values[layer] = (cache.storage[first], cache.storage[first + group.arrays_per_layer - 1])
+        return [array for layer in range(config.num_layers) for array in keys_and_values[config.kv_source(layer)]]
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
@@ -296,9 +296,9 @@ class Network(ABC):
         """Return embedding rows [T, E] float32 of `token_ids` [T]."""
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load a LoRA adapter next to the weights and return its number, which rows refer to (`RowRange.adapter`).
+        """Load a LoRA adapter, without merging it into the weights, and return its number for `RowRange.adapter_number`.
 
-        Numbers begin at 1 and are not reused. Another thread may run passes meanwhile.
+        Numbers begin at 1 and are not reused. Another thread may run passes at the same time.
 
         Raises:
             BackendUnavailableError: this kind of network does not support adapters.
@@ -311,15 +311,17 @@ class Network(ABC):
         raise KeyError(number)
 
     @abstractmethod
-    def network_with_same_weights(self, compose: NetworkDefinition) -> "Network":
-        """Return a network with another `compose` function that uses the same weights and the same cache."""
+    def network_with_same_weights(self, definition: NetworkDefinition) -> "Network":
+        """Return a network with another `definition` function that uses the same weights and the same cache."""
 
-    def network_on_shared_kv(self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
+    def network_on_shared_kv(
+        self, definition: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
+    ) -> "Network":
         """Return a network with other weights whose attention reads this network's keys and values and writes none.
 
         Args:
             config: config of its layers. `AttentionConfig.kv_layer` is the layer of this network whose keys and values a layer reads.
-            weights: weights by the names that `compose` uses.
+            weights: weights by the names that `definition` uses.
             max_model_len: maximum length of a sequence.
 
         Raises:
@@ -328,7 +330,7 @@ class Network(ABC):
         raise BackendUnavailableError("no drafter can read the keys and values of this kind of network: use another drafter")
 
 
-class Pass(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The arguments of `Network.forward` for a language model, see `assemble_pass`."""
 
     inputs: Mapping[str, IntArray]
@@ -336,43 +338,43 @@ class Pass(NamedTuple):
     logits_rows: LogitsRows
 
 
-def split_into_passes(items: Iterable[Item], num_rows_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield the items in order, in lists for one pass each, that is, with at most MAX_PASS_ROWS rows. An item is not split."""
-    part, total = list[Item](), 0
+def split_into_passes(items: Iterable[Item], count_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield lists of successive items that have together at most MAX_PASS_ROWS rows, the limit of a pass. An item is not split."""
+    items_of_pass, total = list[Item](), 0
     for item in items:
-        count = num_rows_of(item)
-        if part and total + count > MAX_PASS_ROWS:
-            yield part
-            part, total = [], 0
-        part.append(item)
+        count = count_rows(item)
+        if items_of_pass and total + count > MAX_PASS_ROWS:
+            yield items_of_pass
+            items_of_pass, total = [], 0
+        items_of_pass.append(item)
         total += count
-    if part:
-        yield part
+    if items_of_pass:
+        yield items_of_pass
 
 
 def assemble_pass(
     plans: Sequence[RowPlan],
     node_token_ids: Sequence[Sequence[int]],
     logits_nodes: Sequence[Sequence[int]],
-    adapters: Sequence[int] | None = None,
-) -> Pass:
+    adapter_numbers: Sequence[int] | None = None,
+) -> ForwardInputs:
     """Combine the rows of several sequences into one pass.
 
     Args:
         plans: for each sequence, where its rows are cached. Row i is node i of its draft tree.
         node_token_ids: for each plan, the token of each node.
         logits_nodes: for each plan, the nodes whose logits are computed, in the order in which they are returned.
-        adapters: for each plan, the number of its adapter or 0; None = no plan has an adapter.
+        adapter_numbers: for each plan, the number of its adapter or 0; None = no plan has an adapter.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
-    for plan, tokens, nodes, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
+    for plan, tokens, nodes, adapter in zip(plans, node_token_ids, logits_nodes, adapter_numbers or [0] * len(plans), strict=True):
         first_row, table = len(token_ids), np.asarray(plan.block_table, np.int32)
         token_ids.extend(tokens)
         positions.extend(plan.positions)
         ranges.append(RowRange(first_row, plan.num_rows, plan.committed_len, table, plan.mask, 0, plan.sequence_id, adapter))
         logits_rows.extend(first_row + node for node in nodes)
     batch = ForwardBatch(np.asarray(positions, np.int32), tuple(ranges))
-    return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, LogitsRows(np.asarray(logits_rows, np.int32)))
+    return ForwardInputs({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, LogitsRows(np.asarray(logits_rows, np.int32)))

@@ -1,4 +1,4 @@
-"""Load a checkpoint as a network of the native or the torch runtime, and choose the device and the runtime of a machine."""
+"""Load a checkpoint as a network of the native or the torch runtime, and choose the runtime and the device."""
 
 import importlib.util
 import sys
@@ -33,9 +33,9 @@ class RuntimeOptions:
     """How to run a network.
 
     Attributes:
-        numerics: EXACT = test at load whether the network is exact (`Network.capabilities` has the result); FAST = no test.
+        numerics: EXACT = test at load whether the network is exact; FAST = no test. The result is in `Network.capabilities`.
         kv_cache_dtype: type of cached keys and values; None = `default_kv_cache_dtype`.
-        dtype: compute type; None = the type of the stored weights. With F32, rows are also not rounded to 8 bits for products with
+        dtype: compute type; None = the type of the stored weights. F32 also turns off the rounding of rows to 8 bits in products with
             quantised matrices.
         num_threads: CPU threads.
         max_model_len: maximum length of a sequence; None = that of the model.
@@ -44,8 +44,8 @@ class RuntimeOptions:
         collect_layers: layer boundaries at which hidden states are returned, see `decoder.decoder`.
         cache_directory: directory of the `ProfileCache` and of quantised matrices; None = nothing is cached.
         quantization: how to quantise matrices; None = not at all.
-        regroup: quantise the matrices of a GGUF file again with larger groups. This is faster, but changes the weights.
-        memory_bytes: free memory. Loading fails if matrices that are converted to floats do not fit in it. None = no limit.
+        regroup: quantise the matrices of a GGUF file again with larger groups: faster passes, but other weights.
+        memory_bytes: free memory. Loading fails if matrices that must be converted to floats exceed it. None = no limit.
         merge_adapter: directory of a LoRA adapter to merge into the weights; None = no adapter.
     """
 
@@ -66,7 +66,7 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedNetwork:
-    """A loaded network and facts about its checkpoint.
+    """A loaded network and properties of its checkpoint.
 
     Attributes:
         notices: lines to show to the user.
@@ -74,14 +74,14 @@ class LoadedNetwork:
         weight_bits: mean number of bits of a weight.
     """
 
-    runtime: Network
+    network: Network
     notices: tuple[str, ...]
     bundled_head: str | None
     weight_bits: float
 
 
 @convert_memory_errors("the model")
-def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
+def load_network(path: Path, options: RuntimeOptions) -> LoadedNetwork:
     """Load a checkpoint.
 
     Raises:
@@ -99,9 +99,9 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
         config, weights = merge_adapter(adapter, config, weights, options)
     bundled_head, notices = weights.bundled_head, list(weights.notices)
     if options.quantization is None:
-        _check_floats(weights, config, options.memory_bytes)
+        _check_dequantized_size(weights, config, options.memory_bytes)
     if isinstance(weights, MergedWeights):
-        _check_merged(weights, options.memory_bytes)
+        _check_merged_size(weights, options.memory_bytes)
     if weights.has_encoders:
         notices.append("the checkpoint's image and audio encoders are not loaded: only text is supported")
     if config.max_positions < stored.max_positions and options.max_model_len is None:
@@ -118,36 +118,36 @@ def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
             num_threads=options.num_threads,
             notices=notices,
         )
-    runtime = _build_network(config, weights, options, notices)
-    return LoadedNetwork(runtime, tuple(notices), bundled_head, mean_weight_bits(weights))
+    network = _build_network(config, weights, options, notices)
+    return LoadedNetwork(network, tuple(notices), bundled_head, mean_weight_bits(weights))
 
 
 def merged_adapter_name(directory: Path) -> str:
-    """Return the name by which messages refer to the adapter of a directory."""
+    """Return the name of a merged adapter in error messages."""
     return directory.name or "merged"
 
 
 def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
     """Return config and weights with a LoRA adapter merged: in the compute type, or in float32 if the weights will be quantised.
 
-    Quantised matrices of a float32 model (GGUF) become float16 when merged, which is more precise than their blocks were.
+    Merging turns quantised matrices of a float32 model (GGUF) into float16, which is more precise than their quantised blocks.
     """
-    is_quantised = options.quantization is not None
-    weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
-    is_f16 = weight_type is WeightType.F32 and not is_quantised and options.dtype is None
+    is_quantized = options.quantization is not None
+    weight_type = WeightType.F32 if is_quantized else options.dtype or config.weight_type
+    is_f16 = weight_type is WeightType.F32 and not is_quantized and options.dtype is None
     merged = MergedWeights(
         weights,
         config,
         adapter,
         weight_type=weight_type,
         type_if_quantized=WeightType.F16 if is_f16 else None,
-        caller_quantizes=is_quantised,
+        caller_quantizes=is_quantized,
     )
     return merged_config(config, adapter), merged
 
 
-def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
-    """Raise CapacityError if merged matrices do not fit in memory, before the operating system ends the process."""
+def _check_merged_size(weights: MergedWeights, memory_bytes: int | None) -> None:
+    """Raise CapacityError if merged matrices do not fit in memory. Without this check, the operating system may kill the process."""
     size = weights.changed_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
@@ -156,7 +156,7 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
         )
 
 
-def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
+def _check_dequantized_size(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
     """Raise CapacityError if matrices of a quantised checkpoint that must be converted to floats do not fit in memory."""
     size = dequantized_bytes(weights.packed_matrices.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
@@ -177,7 +177,7 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
     """Return the network. If EXACT numerics are requested, test whether it is exact; if not, append a notice."""
     from paceline.runtimes.native.network import NativeNetwork
 
-    round_to = options.dtype or config.weight_type
+    compute_type = options.dtype or config.weight_type
     if options.kv_cache_dtype is KVCacheDtype.INT8 and any(group.arrays_per_layer == 1 for group in config.kv_groups()):
         raise ConfigError(
             "kv_cache_dtype is 'int8', which latent attention (MLA) does not support: leave kv_cache_dtype out, or use 'bf16' or 'f16'"
@@ -188,7 +188,7 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
         weights,
         num_threads=options.num_threads,
         max_model_len=min(options.max_model_len or config.max_positions, config.max_positions),
-        round_to=round_to,
+        compute_type=compute_type,
         kv_cache_dtype=options.kv_cache_dtype or default_kv_cache_dtype(config, weights, options.dtype),
         packed=None if options.dtype is WeightType.F32 else {},
         supports_adapters=True,
@@ -204,9 +204,9 @@ def _build_native_network(config: ModelConfig, weights: Weights, options: Runtim
 
 
 def default_kv_cache_dtype(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVCacheDtype:
-    """Return the compute type; but float16 for quantised checkpoints whose other tensors are float32.
+    """Return float16 for quantised checkpoints whose other tensors are float32, else the compute type.
 
-    Such a checkpoint does not record in which type the model was trained. float16 has three more bits than bfloat16; llama.cpp uses it.
+    Such a checkpoint does not record the type of the original model. float16 is also llama.cpp's default, and more precise than bfloat16.
 
     Args:
         dtype: compute type; None = that of the stored weights.
@@ -235,24 +235,24 @@ def _build_torch_network(config: ModelConfig, weights: Weights, options: Runtime
 
 
 def _warm_up(network: Network) -> None:
-    """Run one pass, so that the weights are in memory before the first request."""
+    """Run one pass, which reads the weights from disk, so that the first request need not wait for the disk."""
     cache = network.new_cache(1)
     network.forward(*assemble_pass([cache.reserve_rows(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
 
 
 class HeadPlacement(TypedDict, total=False):
-    """Keyword arguments of `load_head` that the functions that load a drafter pass on."""
+    """Keyword arguments of `load_head` that do not depend on the head: drafters receive them and pass them on."""
 
     num_threads: Required[int]
     max_model_len: Required[int]
     backend: str
     device: str
-    lm_head_of: Network | None
+    lm_head_source: Network | None
 
 
 def load_head(
-    compose: NetworkDefinition,
+    definition: NetworkDefinition,
     config: ModelConfig,
     weights: Weights,
     *,
@@ -260,22 +260,22 @@ def load_head(
     max_model_len: int,
     backend: str = "auto",
     device: str = "cpu",
-    lm_head_of: Network | None = None,
+    lm_head_source: Network | None = None,
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
 ) -> Network:
-    """Load a drafting head, a network that drafts from the target's hidden states. Weights keep their stored type.
+    """Load a drafting head, a network that drafts from the target's hidden states.
 
-    It computes in float32. The native backend rounds rows to 8 bits for products with quantised matrices, whatever the target's type. If
-    the head uses the target's `lm_head`, and that is packed for such products, both use the same memory.
+    The head computes in float32; its weights keep their stored type. For products with quantised matrices, the native backend rounds rows
+    to 8 bits, even if the target does not. If the head has the target's `lm_head` and the target has packed it, it is not packed again.
 
     Args:
-        compose: function that defines what the head computes.
+        definition: function that defines what the head computes.
         config: config of its layers.
-        weights: weights by the names that `compose` uses, with `.weight` or `.bias`.
+        weights: weights by the names that `definition` uses, with `.weight` or `.bias`.
         max_model_len: maximum length of a sequence.
         backend: "native", "torch" or "auto": native if there are kernels for this machine and the device is not a GPU.
         device: device of the torch backend, "cpu" or "cuda".
-        lm_head_of: network whose `lm_head`, or the first rows of it, is the head's `lm_head`; None = the head has its own.
+        lm_head_source: network with whose `lm_head` (or its first rows) the head computes logits; None = the head has its own.
         kv_cache_dtype: type of cached keys and values. The torch backend ignores it.
 
     Raises:
@@ -285,19 +285,19 @@ def load_head(
         from paceline.runtimes.native.network import NativeNetwork
 
         shared = None
-        if isinstance(lm_head_of, NativeNetwork):
-            shared = lm_head_of.packed_lm_head(weights.info("lm_head.weight").shape[0])
+        if isinstance(lm_head_source, NativeNetwork):
+            shared = lm_head_source.packed_lm_head_rows(weights.info("lm_head.weight").shape[0])
         packed = {"lm_head": shared} if shared is not None else {}
         return NativeNetwork(
-            compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
+            definition, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype
         )
     from paceline.runtimes.torch.network import TorchNetwork
 
-    return TorchNetwork(compose, config, weights, device=device)
+    return TorchNetwork(definition, config, weights, device=device)
 
 
 def choose_device(device: str, backend: str) -> str:
-    """Return the device to run on, "cpu" or "cuda". With "auto" it is "cuda" if torch finds such a device.
+    """Return the device to run on, "cpu" or "cuda". "auto" selects "cuda" if torch finds a CUDA device.
 
     Raises:
         BackendUnavailableError: device is "cuda", and torch or the device is missing.
@@ -320,7 +320,7 @@ def choose_device(device: str, backend: str) -> str:
 
 
 def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
-    """Return the backend to use, "native" or "torch". With "auto" it is "native" on a CPU for which kernels were built.
+    """Return the backend to use, "native" or "torch". "auto" selects "native" on CPUs for which kernels were built.
 
     Args:
         backend: "auto", "native" or "torch".

@@ -1,4 +1,4 @@
-"""Summaries of rows of logits: the top tokens, log-sum-exp and a sampled token, for drafters that do not need whole rows."""
+"""Summaries of rows of logits: the top tokens, the log-sum-exp and a sampled token. Drafters read them instead of all logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLING_DTYPE = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
-"""How a token is sampled from a row: `key` of the noise (`sampling/noise.py`), and `temperature`; temperature 0 = no token is sampled."""
+"""How a token is sampled from a row of logits: `key` seeds its Gumbel noise (`sampling/noise.py`); temperature 0 = no token is sampled."""
 
 RowSampling: TypeAlias = NDArray[np.void]
 
@@ -17,16 +17,16 @@ RowSampling: TypeAlias = NDArray[np.void]
 class SummaryOptions:
     """The summary to compute of each row of logits.
 
-    The native runtime builds a program for each object (compared by identity), so use the same object for all passes.
+    Use the same object for all passes: the native runtime records the network again for each new object.
 
     Attributes:
-        columns: only the first `columns` logits of a row are considered.
-        count: number of top tokens to return.
-        target_ids: [columns] token id of each column; None = the column index is the id.
+        num_columns: only the first `num_columns` logits of a row are considered.
+        num_top_tokens: number of tokens with the largest logits to return.
+        target_ids: [num_columns] token id of each column; None = the column index is the id.
     """
 
-    columns: int
-    count: int
+    num_columns: int
+    num_top_tokens: int
     target_ids: NDArray[np.int64] | None = None
 
 
@@ -34,13 +34,12 @@ class LogitsSummary(NamedTuple):
     """The summary of one row of logits. A score is a logit, divided by the temperature if a token was sampled.
 
     Attributes:
-        log_sum: log(sum(exp(score))); not finite if a logit is NaN or +inf, or all are -inf.
+        log_sum_exp: log(sum(exp(score))); not finite if a logit is NaN or +inf, or all are -inf.
         sampled_id: token id with the largest score - log(E), E exponential noise (the Gumbel-max trick); -1 = no token was sampled.
-        scores, token_ids: scores and ids of the top tokens, largest score first, of equal ones the lower column first; padded with -inf
-            and -1.
+        scores, token_ids: scores and ids of the top tokens, largest score first, then lowest column; padded with -inf and -1.
     """
 
-    log_sum: float
+    log_sum_exp: float
     sampled_id: int
     scores: Sequence[float]
     token_ids: Sequence[int]
@@ -50,7 +49,7 @@ def decode_summaries(records: NDArray[np.float32]) -> list[LogitsSummary]:
     """Decode the result of `Ops.summarize`.
 
     Args:
-        records: [R, 2 + 2 * count] float32: `log_sum`, `sampled_id`, `scores`, `token_ids`. Ids are stored as the bits of int32 numbers.
+        records: [R, 2 + 2 * num_top_tokens] float32: `log_sum_exp`, `sampled_id`, `scores`, `token_ids`. Ids have int32 bits.
     """
     end = (records.shape[1] + 2) // 2
     numbers = zip(records.tolist(), records.view(np.int32).tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Measurements of this machine, stored between runs in a small JSON file. If it is missing, they are measured again."""
+"""Measurements of this machine, stored in a JSON file so that later runs need not repeat them."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ class ProfileCache:
         return values if isinstance(values, dict) else {}
 
 
-def profile_key(kind: str, *parts: object) -> str:
-    """Return the key of a measurement: its kind and a digest of everything its value depends on, `parts` and this processor."""
-    digest = hashlib.sha256("\n".join(map(repr, (*parts, processor_name()))).encode()).hexdigest()[:24]
-    return f"{kind}:{digest}"
+def profile_key(measurement: str, *dependencies: object) -> str:
+    """Return the name of a measurement and a digest of everything its value depends on: `dependencies` and this processor."""
+    digest = hashlib.sha256("\n".join(map(repr, (*dependencies, processor_name()))).encode()).hexdigest()[:24]
+    return f"{measurement}:{digest}"

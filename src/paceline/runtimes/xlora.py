@@ -1,8 +1,8 @@
 """X-LoRA: a mixture of LoRA adapters, in which each row has a scaling for each layer and each adapter.
 
-An additional pass (the scaling pass), in which all scalings are constant, computes them: its final hidden states go through a classifier.
-It has only the rows with an X-LoRA adapter, and keys and values of its own. The actual pass then multiplies the output of each adapter's
-down projection by the scalings.
+A scaling pass, in which all scalings are constant, precedes the actual pass; a classifier computes the scalings of the actual pass from
+its final hidden states. The scaling pass has only the rows with an X-LoRA adapter, and its own keys and values. The actual pass multiplies
+the output of each adapter's down projection by the scalings.
 
 Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
 """
@@ -22,7 +22,7 @@ from paceline.runtimes.base import FloatArray, ForwardBatch, Network
 
 Inputs = Mapping[str, NDArray[Any]]
 Scalings = Mapping[int, FloatArray]
-"""By adapter number: scalings [rows, L * K] of the rows with this X-LoRA adapter (L layers, K LoRA adapters)."""
+"""By adapter number: scalings [rows, layers * adapters] of the rows with this X-LoRA adapter of the mixture."""
 
 
 class Classifier(ABC):
@@ -37,15 +37,15 @@ class Classifier(ABC):
 
     @abstractmethod
     def logits(self, hidden_states: Any) -> FloatArray:
-        """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
+        """Return the classifier's output [rows, layers * adapters] for hidden states [rows, E] after the final norm."""
 
     def constant_scalings(self, num_rows: int) -> FloatArray:
-        """Return the constant scalings [rows, L * K] of the scaling pass."""
+        """Return the constant scalings [rows, layers * adapters] of the scaling pass."""
         return np.full((num_rows, self._mixture.num_scaled_matrices * self._mixture.num_adapters), self.scaling_pass_value, np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # the caller of the pass reports rows with NaN or infinity
     def scalings(self, hidden_states: Any) -> FloatArray:
-        """Return the scalings [rows, L * K] of the actual pass, from the hidden states of the scaling pass."""
+        """Return the scalings [rows, layers * adapters] of the actual pass, from the hidden states of the scaling pass."""
         mixture, scalings = self._mixture, self.logits(hidden_states)
         num_rows, width = scalings.shape
         scalings = scalings.reshape(-1, mixture.num_scaled_matrices, mixture.num_adapters)
@@ -64,14 +64,14 @@ class Classifier(ABC):
 def compute_scalings(
     classifiers: Mapping[int, Classifier], inputs: Inputs, batch: ForwardBatch, run_pass: Callable[[Inputs, ForwardBatch, Scalings], Any]
 ) -> dict[int, FloatArray]:
-    """Run the scaling pass of a batch and return the scalings of its rows. If no row has an X-LoRA adapter, no pass is run.
+    """Run the scaling pass of a batch, unless no row has an X-LoRA adapter, and return the scalings of the rows.
 
     Args:
         classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
         inputs, batch: inputs and rows of the actual pass.
         run_pass: function that runs the scaling pass with inputs, rows and constant scalings and returns hidden states [rows, E].
     """
-    mixed = [item for item in batch.ranges if item.adapter in classifiers]
+    mixed = [item for item in batch.ranges if item.adapter_number in classifiers]
     if not mixed:
         return {}
     indices = np.concatenate([np.arange(item.start, item.start + item.num_rows) for item in mixed])
@@ -80,7 +80,7 @@ def compute_scalings(
     rows_of_adapter = ForwardBatch(batch.positions[indices], tuple(ranges)).rows_by_adapter()
     adapted = {adapter: rows for adapter, rows in rows_of_adapter.items() if classifiers[adapter].scaling_pass_value != 0.0}
     constants = {adapter: classifiers[adapter].constant_scalings(len(rows)) for adapter, rows in adapted.items()}
-    ranges = [item if item.adapter in adapted else item._replace(adapter=0) for item in ranges]
+    ranges = [item if item.adapter_number in adapted else item._replace(adapter_number=0) for item in ranges]
     scaling_batch = ForwardBatch(batch.positions[indices], tuple(ranges))
     hidden = run_pass({name: values[indices] for name, values in inputs.items()}, scaling_batch, constants)
     return {adapter: classifiers[adapter].scalings(hidden[rows.astype(np.int64)]) for adapter, rows in rows_of_adapter.items()}
@@ -98,8 +98,8 @@ def check_xlora_enabled(network: Network, adapter: Adapter) -> None:
     """Raise ConfigError if `adapter` is an X-LoRA adapter and the network has no cache for scaling passes."""
     if adapter.mixture is not None and not network.supports_xlora:
         raise ConfigError(
-            f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is planned when a model is opened: give it, "
-            "or another X-LoRA adapter, in adapters= (--adapter) then"
+            f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is only allocated when a model is loaded: "
+            "pass this or another X-LoRA adapter to adapters= (--adapter)"
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.runtimes.base import ForwardOutput, Network, Pass, PlanOutput
+from paceline.runtimes.base import ForwardInputs, ForwardOutput, Network, PlanOutput
 from paceline.sampling.path_sampler import PathRequest
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, Drafter, DrafterNeeds
@@ -75,7 +75,7 @@ class Speculator:
         """Return whether a request is verified by the rule MATCH. At temperature 0 always, because both rules accept the same tokens."""
         return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
-    def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
+    def forward(self, target: Network, arguments: ForwardInputs) -> ForwardOutput:
         """Run the target's pass and time it."""
         start_s = perf_counter()
         output = target.forward(*arguments)

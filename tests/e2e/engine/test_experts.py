@@ -7,7 +7,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from paceline.runtimes.base import Numerics, assemble_pass
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.native.library import kernels_path
 
 pytest.importorskip("torch")
@@ -34,7 +34,7 @@ def test_unselected_experts_are_not_read_into_memory(tmp_path: Path) -> None:
     path = directory / "model.safetensors"
     one_expert = 3 * 256 * 256 * 2
     others = path.stat().st_size - 2 * 64 * one_expert
-    runtime = load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="native", num_threads=1)).runtime
+    runtime = load_network(directory, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="native", num_threads=1)).network
     before = resident_bytes(path)
     cache = runtime.new_cache(8)
     sequence = cache.new_sequence()

@@ -497,7 +497,7 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
     assert max(counts[2:]) <= 7
     late = passes[1]
     first = 80 + num_plain - 1 - counts[1]
-    assert (late.rows.cached_len, late.rows.first_slot) == (first, first)
+    assert (late.rows.cached_len, late.rows.first_visible_slot) == (first, first)
     np.testing.assert_array_equal(late.hidden_states, hidden_states[first : first + counts[1]])
     assert any(step.draft_token_ids for step in output.steps or ())
 
@@ -525,7 +525,7 @@ def test_follow_up_request_finds_the_context_of_a_text_whose_drafts_were_accepte
         assert (output.speculation.num_accepted_tokens > 0) == (num_drafting > 0)
         monkeypatch.setattr(drafter.head, "run_context", lambda rows: passes.extend(rows) or run_context(rows))
         llm.generate([[*prompt, *output.token_ids, *range(5, 85)]], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert (passes[0].rows.first_slot == 0) == (num_drafting > 0)
+    assert (passes[0].rows.first_visible_slot == 0) == (num_drafting > 0)
 
 
 @pytest.mark.parametrize("is_right", [False, True])

@@ -14,7 +14,7 @@ from paceline.drafters.draft_model import PREFILL_CHUNK_TOKENS, DraftModelDrafte
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.runtimes.base import Network, Numerics
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_runtime(directory: Path) -> Network:
-    return load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).runtime
+    return load_network(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).network
 
 
 @pytest.fixture(scope="module")

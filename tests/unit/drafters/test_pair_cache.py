@@ -30,7 +30,7 @@ class SilentHead(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
-    def network_with_same_weights(self, compose: NetworkDefinition) -> Network:
+    def network_with_same_weights(self, definition: NetworkDefinition) -> Network:
         return self
 
 
@@ -75,7 +75,7 @@ class Bench:
             np.testing.assert_array_equal(rows.features[index], feature(request.token_ids[:slot]))
             block = int(rows.rows.block_table[slot // BLOCK_SIZE])
             self.rows[block, slot % BLOCK_SIZE] = tuple(request.token_ids[: slot + 1])
-        for slot in range(rows.rows.first_slot, first):  # what they see was computed from this text
+        for slot in range(rows.rows.first_visible_slot, first):  # what they see was computed from this text
             block = int(rows.rows.block_table[slot // BLOCK_SIZE])
             assert self.rows[block, slot % BLOCK_SIZE] == tuple(request.token_ids[: slot + 1])
         self.pairs.mark_computed(rows.request, rows.token_ids)
@@ -102,7 +102,7 @@ def test_eagle_root_at_the_end_of_a_block_is_recomputed(length: int) -> None:
     rows = bench.run(request, include_root=True)
     assert rows is not None
     assert len(rows.token_ids) == length - 1
-    assert rows.rows.first_slot == rows.rows.cached_len == 1
+    assert rows.rows.first_visible_slot == rows.rows.cached_len == 1
     has_slot = (length - 1) % BLOCK_SIZE > 0
     assert bench.pairs._slots[request].end_slot == (length if has_slot else length - 1)
     request.token_ids += [7, 8]
@@ -146,7 +146,7 @@ def test_eagle_drafts_after_a_prefix_hit_continue_from_its_hidden_state(shared: 
     rows = bench.run(second, include_root=True)
     assert rows is not None
     assert rows.rows.cached_len == adopted
-    assert rows.rows.first_slot == first_slot
+    assert rows.rows.first_visible_slot == first_slot
 
 
 def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
@@ -159,13 +159,13 @@ def test_eagle_uses_only_the_drafted_part_of_a_cached_prefix() -> None:
     bench.commit(second, 70)
     rows = bench.run(second, include_root=True)
     assert rows is not None
-    assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature that is not stored
+    assert rows.rows.first_visible_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature that is not stored
     third = bench.request([*second.token_ids[:130], 5, 6, 7])
     assert bench.cache.match_prefix(third.cached_sequence, third.token_ids) == 128
     bench.commit(third, 4)
     rows = bench.run(third, include_root=True)
     assert rows is not None
-    assert (rows.rows.first_slot, rows.rows.cached_len) == (65, 128)
+    assert (rows.rows.first_visible_slot, rows.rows.cached_len) == (65, 128)
 
 
 def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
@@ -179,7 +179,7 @@ def test_eagle_cache_of_a_preempted_request_starts_again() -> None:
     bench.commit(request, 25)
     rows = bench.run(request, include_root=True)
     assert rows is not None
-    assert (rows.rows.first_slot, rows.rows.cached_len) == (1, 64)
+    assert (rows.rows.first_visible_slot, rows.rows.cached_len) == (1, 64)
 
 
 def test_eagle_window_limits_the_visible_cache_slots() -> None:
@@ -188,10 +188,10 @@ def test_eagle_window_limits_the_visible_cache_slots() -> None:
     bench.commit(request, 59)
     rows = bench.run(request, include_root=False)
     assert rows is not None
-    assert rows.rows.first_slot == 1  # no farther than the rows that are there
+    assert rows.rows.first_visible_slot == 1  # no farther than the rows that are there
     rows = bench.run(request, include_root=True)
     assert rows is not None
-    assert rows.rows.first_slot == 40  # the root's slot is 59
+    assert rows.rows.first_visible_slot == 40  # the root's slot is 59
 
 
 @pytest.mark.parametrize("first_slot", [1, 0])

@@ -7,7 +7,7 @@ import pytest
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, LogitsRows
-from paceline.runtimes.cost import MIN_ROW_SHARE, ForwardProfile
+from paceline.runtimes.cost import MIN_RELATIVE_ROW_COST, ForwardProfile
 
 STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
 
@@ -24,7 +24,9 @@ def test_profile_of_a_disturbed_pass_is_bounded_by_larger_passes() -> None:
 
 def test_profile_of_equal_times_grows_a_little_with_the_rows() -> None:
     profile = ForwardProfile.from_samples({1: 0.9, 5: 0.8, 9: 0.8, 17: 1.2})
-    assert profile.seconds == pytest.approx({1: 0.8, 5: 0.8 * (1 + 4 * MIN_ROW_SHARE), 9: 0.8 * (1 + 8 * MIN_ROW_SHARE), 17: 1.2})
+    assert profile.seconds == pytest.approx(
+        {1: 0.8, 5: 0.8 * (1 + 4 * MIN_RELATIVE_ROW_COST), 9: 0.8 * (1 + 8 * MIN_RELATIVE_ROW_COST), 17: 1.2}
+    )
 
 
 def test_profile_of_one_row_count_is_constant() -> None:
@@ -32,7 +34,7 @@ def test_profile_of_one_row_count_is_constant() -> None:
 
 
 def test_cache_read_time_is_per_sequence_and_per_row() -> None:
-    assert ForwardProfile.from_samples({1: 1.0, 8: 1.2}, 0.001, 0.0001).cache_read_s(1000, 8) == pytest.approx(1.0 + 0.8)
+    assert ForwardProfile.from_samples({1: 1.0, 8: 1.2}, 0.001, 0.0001).attention_s(1000, 8) == pytest.approx(1.0 + 0.8)
 
 
 def test_profile_json_round_trip_and_invalid_json_is_none() -> None:
@@ -75,7 +77,7 @@ def measure(runtime: ClockedRuntime, cache: KVCache, counts: tuple[int, ...], mo
 
 def test_forward_profile_measures_passes_that_follow_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache()
-    times = measure(runtime, cache, (1, 5), monkeypatch, repeats=3)
+    times = measure(runtime, cache, (1, 5), monkeypatch, num_rounds=3)
     assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
     first, *rest = runtime.batches
     assert len(first.positions) == 64
@@ -89,12 +91,12 @@ def test_forward_profile_measures_passes_that_follow_cached_tokens(monkeypatch: 
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_profiled_passes_compute_logits_of_all_rows_or_of_none(with_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockedRuntime()
-    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, with_logits=with_logits)
+    measure(runtime, make_cache(), (5,), monkeypatch, num_rounds=1, with_logits=with_logits)
     assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(with_logits)}
 
 
 def test_profile_ignores_slow_first_passes_and_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = measure(ClockedRuntime(slow=(0, 1, 2, 5, 8)), make_cache(), (1, 5), monkeypatch, repeats=5)
+    times = measure(ClockedRuntime(slow=(0, 1, 2, 5, 8)), make_cache(), (1, 5), monkeypatch, num_rounds=5)
     assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
 
 
@@ -104,7 +106,7 @@ def test_profiled_rows_stay_within_the_context_and_the_cache(
     count: int, max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
-    times = measure(runtime, cache, (1, count), monkeypatch, max_model_len=max_model_len, repeats=1)
+    times = measure(runtime, cache, (1, count), monkeypatch, max_model_len=max_model_len, num_rounds=1)
     assert set(times) == {1, count}
     assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_model_len, cache.max_slots)
     assert min(times.values()) > 1
@@ -135,7 +137,7 @@ class Tables:
 
 def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyPatch) -> ForwardProfile:
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
-    runtime.capabilities, runtime.version = "int8", "1"  # type: ignore[attr-defined]
+    runtime.capabilities, runtime.execution_key = "int8", "1"  # type: ignore[attr-defined]
     return cost.profile_forward(runtime, make_cache(64), facts, max_model_len=512)  # type: ignore[arg-type]
 
 

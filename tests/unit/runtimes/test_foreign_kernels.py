@@ -30,7 +30,7 @@ from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.runtimes.base import assemble_pass
 from paceline.runtimes.decoder import TOKEN_IDS
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.native.library import supported_levels
 from paceline.runtimes.native.network import NativeNetwork
 
@@ -157,7 +157,7 @@ def load_with_weights(weights: str, folder: Path) -> NativeNetwork:
         with_random_blocks(plain, target, lambda _: next(types), np.random.default_rng(1))
     else:
         options = replace(options, dtype=WeightType(weights))
-    network = load_runtime(target, options).runtime
+    network = load_network(target, options).network
     assert isinstance(network, NativeNetwork)
     return network
 

@@ -170,7 +170,7 @@ def test_head_ranking_equals_the_ranking_of_its_logits(backend: str, seed: int) 
         found = target.forward(inputs, batch, wanted._replace(summary=ranking, sampling=draws)).summaries
         for row, scores, position in zip(found, logits / np.float32(0.8), (20, 4, 5), strict=True):
             assert row.token_ids == np.argsort(-scores, kind="stable")[:3].tolist()
-            np.testing.assert_allclose(row.log_sum, np.log(np.exp(scores.astype(np.float64)).sum()), rtol=1e-5)
+            np.testing.assert_allclose(row.log_sum_exp, np.log(np.exp(scores.astype(np.float64)).sum()), rtol=1e-5)
             assert row.sampled_id == draw(Distribution(scores, None, greedy=False), seed, 0, position)
         assert np.array_equal(target.forward(inputs, batch, wanted).logits, logits)
     assert target.num_passes == 5

@@ -50,12 +50,12 @@ def open_runtime(
     *,
     num_threads: int = 2,
     collect_layers: Sequence[int] = (),
-    round_to: WeightType = WeightType.F32,
+    compute_type: WeightType = WeightType.F32,
     tensors: dict[str, AnyTensor] | None = None,
 ) -> NativeNetwork:
     weights = Weights(make_weights(config, seed) if tensors is None else tensors)
-    compose = decoder(config, collect_layers)
-    return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=256, round_to=round_to)
+    definition = decoder(config, collect_layers)
+    return NativeNetwork(definition, config, weights, num_threads=num_threads, max_model_len=256, compute_type=compute_type)
 
 
 def run_prompt(runtime: NativeNetwork, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
@@ -220,7 +220,7 @@ def test_native_weights_rounded_at_load_equal_weights_stored_so(token_ids: list[
     wide = make_weights(CONFIG, seed)
     narrow = {name: Tensor(to_bf16(as_float32(tensor)), WeightType.BF16, tensor.shape) for name, tensor in wide.items()}
     found, expected = (
-        run_prompt(open_runtime(seed, tensors=tensors, round_to=WeightType.BF16), token_ids).logits for tensors in (wide, narrow)
+        run_prompt(open_runtime(seed, tensors=tensors, compute_type=WeightType.BF16), token_ids).logits for tensors in (wide, narrow)
     )
     assert np.array_equal(found, expected)
 
@@ -295,13 +295,15 @@ def test_forked_process_runs_native_passes(token_ids: list[int], seed: int) -> N
 
 
 def test_native_profile_key_contains_kernels_threads_and_dtype(seed: int) -> None:
-    one, two, twin = (open_runtime(seed, num_threads=count).version for count in (1, 2, 2))
+    one, two, twin = (open_runtime(seed, num_threads=count).execution_key for count in (1, 2, 2))
     assert one != two == twin
     assert "2 threads" in two
     weights = Weights(make_weights(CONFIG, seed))
     versions = {
-        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_model_len=256, round_to=round_to, packed=packed).version
-        for round_to in (WeightType.F32, WeightType.BF16)
+        NativeNetwork(
+            decoder(CONFIG), CONFIG, weights, num_threads=2, max_model_len=256, compute_type=compute_type, packed=packed
+        ).execution_key
+        for compute_type in (WeightType.F32, WeightType.BF16)
         for packed in (None, {})
     }
     assert two in versions

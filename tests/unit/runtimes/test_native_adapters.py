@@ -43,10 +43,10 @@ def run(network: Network, x: FloatArray, numbers: Sequence[int]) -> list[FloatAr
     """Rows that each have the adapter of their number; neighbours of the same one are a range."""
     ranges: list[RowRange] = []
     for row, number in enumerate(numbers):
-        if ranges and ranges[-1].adapter == number:
+        if ranges and ranges[-1].adapter_number == number:
             ranges[-1] = ranges[-1]._replace(num_rows=ranges[-1].num_rows + 1)
         else:
-            ranges.append(RowRange(row, 1, 0, np.arange(4, dtype=np.int32), adapter=number))
+            ranges.append(RowRange(row, 1, 0, np.arange(4, dtype=np.int32), adapter_number=number))
     return network(x, batch=make_batch(ranges))
 
 
@@ -131,7 +131,7 @@ def test_adapter_lm_head_replaces_that_of_the_model(seed: int) -> None:
 
     network = Network([COLUMNS], logits, tensors={"embedding.weight": plain_tensor(head)}, adapters=adapters)
     x, table = normal(random, 6, COLUMNS), np.arange(4, dtype=np.int32)
-    ranges = [RowRange(0, 2, 0, table), RowRange(2, 3, 0, table, adapter=1), RowRange(5, 1, 0, table, adapter=2)]
+    ranges = [RowRange(0, 2, 0, table), RowRange(2, 3, 0, table, adapter_number=1), RowRange(5, 1, 0, table, adapter_number=2)]
     (found,) = network(x, batch=make_batch(ranges, wanted=[5, 4, 0, 2]))
     for own, (row, matrix) in zip(found, [(5, head), (4, saved), (0, head), (2, saved)], strict=True):
         np.testing.assert_allclose(own, matrix @ x[row], rtol=2e-5, atol=2e-5)

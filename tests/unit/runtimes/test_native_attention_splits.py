@@ -216,7 +216,7 @@ def test_copied_kv_row_reads_the_same(kv_cache_dtype: KVCacheDtype, seed: int) -
     packed = KVBlockCodec(kv_cache_dtype, BLOCK_SIZE)
     before = stored_row(packed, bench, 5, 18)
     untouched = [stored_row(packed, bench, 7, row) for row in range(8)]
-    packed.copy(bench.storage, (5, 18), (7, 3))
+    packed.copy_row(bench.storage, (5, 18), (7, 3))
     assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(stored_row(packed, bench, 7, 3), before, strict=True))
     for row in (0, 1, 2, 4, 5, 6, 7):
         assert all(

@@ -74,7 +74,7 @@ def test_block_max_includes_adapter_logits(seed: int) -> None:
     adapters = {1: NativeAdapter(NetworkAdapter({LM_HEAD: low}, {}, {}))}
     network, x = head("f32", 1000, adapters=adapters), random.standard_normal((2, COLUMNS)).astype(np.float32)
     table = np.arange(4, dtype=np.int32)
-    logits, block_max = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter=1)]))
+    logits, block_max = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter_number=1)]))
     assert not np.array_equal(logits[1], network(x)[0][1])
     assert np.array_equal(block_max, block_max_of(logits))
 

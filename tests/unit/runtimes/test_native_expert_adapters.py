@@ -83,7 +83,7 @@ def rows_of(random: np.random.Generator, count: int) -> Given:
 
 def run(network: Network, given: Given, numbers: Sequence[int]) -> FloatArray:
     """Rows that each have the adapter of their number."""
-    ranges = [RowRange(row, 1, 0, np.arange(4, dtype=np.int32), adapter=number) for row, number in enumerate(numbers)]
+    ranges = [RowRange(row, 1, 0, np.arange(4, dtype=np.int32), adapter_number=number) for row, number in enumerate(numbers)]
     return network(*given, batch=make_batch(ranges))[0]
 
 

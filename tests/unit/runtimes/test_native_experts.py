@@ -53,9 +53,9 @@ def network(kind: str, mlp: ExpertMLP, tensors: dict[str, AnyTensor], **options:
         x, logits = inputs
         return [ops.experts(x, logits, mlp, "")]
 
-    round_to = WeightType.BF16 if kind == "bf16" else WeightType.F32
+    compute_type = WeightType.BF16 if kind == "bf16" else WeightType.F32
     packed = kind in ("int4", "int8", "mxfp4") and options.pop("packed", True)
-    return Network([WIDTH, mlp.routing.num_experts], build, tensors=tensors, round_to=round_to, packed=packed, **options)
+    return Network([WIDTH, mlp.routing.num_experts], build, tensors=tensors, compute_type=compute_type, packed=packed, **options)
 
 
 def weights_of(routing: ExpertRouting, logits: np.ndarray, tensors: dict[str, AnyTensor]) -> np.ndarray:

@@ -249,11 +249,11 @@ def test_packed_weights_are_shared_and_free_their_source(seed: int) -> None:
 
     weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
     shared: dict = {}
-    first, second = (NativeWeights(weights, WeightType.F32, packed=shared).matrix("a", 0) for _ in range(2))
+    first, second = (NativeWeights(weights, WeightType.F32, packed=shared).matrix_record("a", 0) for _ in range(2))
     assert first.codes == second.codes
     assert list(shared) == ["a"]
     assert forgotten == ["a.weight"]
-    plain = NativeWeights(weights, WeightType.F32).matrix("a", 0)
+    plain = NativeWeights(weights, WeightType.F32).matrix_record("a", 0)
     assert plain.kind != first.kind
 
 

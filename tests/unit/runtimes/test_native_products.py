@@ -67,11 +67,11 @@ BY_CASE = pytest.mark.parametrize(("make", "columns", "group"), [case[1:] for ca
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 
 
-ROUND_TO = pytest.mark.parametrize("round_to", [WeightType.F32, WeightType.BF16], ids=["computed-in-f32", "computed-in-bf16"])
+ROUND_TO = pytest.mark.parametrize("compute_type", [WeightType.F32, WeightType.BF16], ids=["computed-in-f32", "computed-in-bf16"])
 
 
 def network(
-    tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None, round_to: WeightType = WeightType.F32
+    tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None, compute_type: WeightType = WeightType.F32
 ) -> Network:
     """All matrices of `tensors` as one product."""
     names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
@@ -82,7 +82,7 @@ def network(
         tensors=tensors,
         num_threads=num_threads,
         level=level,
-        round_to=round_to,
+        compute_type=compute_type,
     )
 
 
@@ -101,11 +101,11 @@ def as_computed(run: Network, x: FloatArray) -> FloatArray:
     return x if run.packings == [Packing.FLOATS] else round_to_type(x, WeightType.BF16)
 
 
-def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
+def as_stored(weight: AnyTensor, compute_type: WeightType) -> AnyTensor:
     """The weights as they are computed with: plain ones in the type of computation, codes as they are."""
-    if isinstance(weight, GroupedTensor) or round_to is WeightType.F32:
+    if isinstance(weight, GroupedTensor) or compute_type is WeightType.F32:
         return weight
-    return plain_tensor(round_to_type(as_float32(weight), round_to))
+    return plain_tensor(round_to_type(as_float32(weight), compute_type))
 
 
 @pytest.mark.spread(0.5)
@@ -113,18 +113,18 @@ def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
 @ROUND_TO
 @BY_CASE
 def test_native_product_is_right_and_independent_of_other_rows(
-    make: Make, columns: int, group: int, level: str, seed: int, round_to: WeightType
+    make: Make, columns: int, group: int, level: str, seed: int, compute_type: WeightType
 ) -> None:
     """One to twenty rows, a sum of tiles of every size; a number of outputs that no tile divides, with and without a bias."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(MAX_ROWS, columns)).astype(np.float32)
     weight, plainer = make(random, 53, columns, group), make(random, 7, columns, group)
     bias = random.normal(size=53).astype(np.float32)
-    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level, round_to=round_to)
+    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level, compute_type=compute_type)
     all_rows = run(x)
     taken = as_computed(run, x)
-    check(all_rows[0], taken, as_stored(weight, round_to), round_to_type(bias, round_to))
-    check(all_rows[1], taken, as_stored(plainer, round_to), None)
+    check(all_rows[0], taken, as_stored(weight, compute_type), round_to_type(bias, compute_type))
+    check(all_rows[1], taken, as_stored(plainer, compute_type), None)
     for count in range(1, MAX_ROWS):
         first = int(random.integers(0, MAX_ROWS - count + 1))
         for found, expected in zip(run(x[first : first + count]), all_rows, strict=True):
@@ -134,13 +134,13 @@ def test_native_product_is_right_and_independent_of_other_rows(
 @ROUND_TO
 @pytest.mark.parametrize("name", ["f16", "s8", "u4-minimum"])
 @pytest.mark.parametrize("num_rows", [1, 2, 13])
-def test_native_product_bits_are_independent_of_threads(name: str, num_rows: int, seed: int, round_to: WeightType) -> None:
+def test_native_product_bits_are_independent_of_threads(name: str, num_rows: int, seed: int, compute_type: WeightType) -> None:
     """Three matrices of one product, whose outputs are shared out piece by piece."""
     random = np.random.default_rng(seed)
     make = {**PLAIN, **BYTES, **NIBBLES}[name]
     tensors = {f"{part}.weight": make(random, outputs, 128, 32) for part, outputs in {"q": 200, "k": 49, "v": 48}.items()}
     x = random.normal(size=(num_rows, 128)).astype(np.float32)
-    alone, *others = ([network(tensors, num_threads=count, round_to=round_to)(x) for _ in range(5)] for count in (1, 2, 3))
+    alone, *others = ([network(tensors, num_threads=count, compute_type=compute_type)(x) for _ in range(5)] for count in (1, 2, 3))
     for results in (run for runs in others for run in runs):
         assert all(np.array_equal(found, expected) for found, expected in zip(results, alone[0], strict=True))
 
@@ -152,7 +152,7 @@ def test_native_product_of_long_rows_is_bit_equal_alone_and_together(name: str, 
     of 2 MB and more output by output."""
     random, columns = np.random.default_rng(seed), 2100
     weight, x = PLAIN[name](random, outputs, columns, 0), random.normal(size=(9, columns)).astype(np.float32)
-    run = network({"a.weight": weight}, level=level, num_threads=3, round_to=WeightType.BF16)
+    run = network({"a.weight": weight}, level=level, num_threads=3, compute_type=WeightType.BF16)
     alone = np.concatenate([run(x[row : row + 1])[0] for row in range(len(x))])
     check(alone, as_computed(run, x), as_stored(weight, WeightType.BF16), None)
     for count in (2, 3, 4, 6, 7, 9):
@@ -172,7 +172,7 @@ def test_native_product_inputs_are_rounded_as_each_matrix_requires(names: list[s
     tensors = {f"{name}.weight": {**PLAIN, **BYTES, **NIBBLES}[name](random, 20, 96, 32) for name in names}
     x = random.normal(size=(3, 96)).astype(np.float32)
     assert network(tensors).packings == [Packing.FLOATS]
-    run = network(tensors, round_to=WeightType.BF16)
+    run = network(tensors, compute_type=WeightType.BF16)
     assert run.packings == [packing]
     for found, tensor in zip(run(x), tensors.values(), strict=True):
         check(found, as_computed(run, x), as_stored(tensor, WeightType.BF16), None)
@@ -184,7 +184,7 @@ def test_native_product_of_a_nan_row_is_nan(num_rows: int) -> None:
     x = np.ones((num_rows, 32), np.float32)
     x[0, 3] = np.array([0x7F800001], np.uint32).view(np.float32)[0]
     weight = plain(WeightType.BF16)(np.random.default_rng(0), 9, 32, 0)
-    (found,) = network({"a.weight": weight}, round_to=WeightType.BF16)(x)
+    (found,) = network({"a.weight": weight}, compute_type=WeightType.BF16)(x)
     assert np.isnan(found[0]).all()
     assert np.isfinite(found[1:]).all()
 
@@ -203,12 +203,12 @@ def test_native_product_mixes_matrices_of_all_kinds(num_threads: int, seed: int)
 @ROUND_TO
 @BY_CASE
 def test_native_product_bits_are_equal_on_every_instruction_set(
-    make: Make, columns: int, group: int, seed: int, round_to: WeightType
+    make: Make, columns: int, group: int, seed: int, compute_type: WeightType
 ) -> None:
     random = np.random.default_rng(seed)
     x = random.normal(size=(5, columns)).astype(np.float32)
     tensors = {"a.weight": make(random, 19, columns, group)}
-    best, *others = (network(tensors, level=level, round_to=round_to)(x)[0] for level in BUILT)
+    best, *others = (network(tensors, level=level, compute_type=compute_type)(x)[0] for level in BUILT)
     assert all(np.array_equal(best, other) for other in others)
 
 
@@ -216,7 +216,7 @@ def test_every_matrix_kind_of_the_kernels_is_tested(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": make(random, 2, 64, 32) for name, make in {**PLAIN, **BYTES, **NIBBLES}.items()}
     weights = NativeWeights(Weights(tensors), WeightType.F32)
-    assert {weights.matrix(name.removesuffix(".weight"), 0).kind for name in tensors} == set(MatrixKind) - PANEL_KINDS
+    assert {weights.matrix_record(name.removesuffix(".weight"), 0).kind for name in tensors} == set(MatrixKind) - PANEL_KINDS
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "s8", "s8-minimum", "u4-minimum"])
@@ -243,8 +243,8 @@ def test_native_product_reads_strided_arrays(name: str, seed: int) -> None:
 def test_native_weights_are_rounded_to_the_requested_type(wanted: WeightType, seed: int) -> None:
     values = np.random.default_rng(seed).normal(size=(8, 32)).astype(np.float32)
     weights = NativeWeights(Weights({"a.weight": plain_tensor(values)}), wanted)
-    assert weights.matrix("a", 0).row_bytes == 64
-    assert weights.matrix("a", 0).kind == {WeightType.F16: 1, WeightType.BF16: 2}[wanted]
+    assert weights.matrix_record("a", 0).row_bytes == 64
+    assert weights.matrix_record("a", 0).kind == {WeightType.F16: 1, WeightType.BF16: 2}[wanted]
 
 
 @BY_LEVEL
@@ -266,7 +266,7 @@ def test_head_products_equal_products_of_each_head(make: Make, columns: int, lev
     run = Network(
         [heads * columns, heads * tail],
         lambda blocks, inputs: [blocks.head_products(inputs[0], "up", heads, inputs[1]), blocks.head_products(inputs[0], "up", heads)],
-        tensors=tensors, num_threads=2, level=level, round_to=WeightType.BF16 if rounding else WeightType.F32,
+        tensors=tensors, num_threads=2, level=level, compute_type=WeightType.BF16 if rounding else WeightType.F32,
         packed=make in (BYTES["s8"], NIBBLES["u4"]),
     )  # fmt: skip
     x, tails = (random.normal(size=(19, heads * size)).astype(np.float32) for size in (columns, tail))

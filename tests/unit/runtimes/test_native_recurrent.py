@@ -28,9 +28,9 @@ Doubles = NDArray[np.float64]
 ALL_KINDS = [MIXERS["delta"], MIXERS["mamba"], None, MIXERS["convolution"], MIXERS["narrow mamba"], MIXERS["narrow delta"]]
 
 
-def open_network(config: ModelConfig, seed: int, compose: NetworkDefinition | None = None, num_threads: int = 2) -> NativeNetwork:
+def open_network(config: ModelConfig, seed: int, definition: NetworkDefinition | None = None, num_threads: int = 2) -> NativeNetwork:
     weights = Weights(recurrent_weights(config, seed))
-    return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
+    return NativeNetwork(definition or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
 
 
 def num_states(states: RecurrentStateCache) -> int:

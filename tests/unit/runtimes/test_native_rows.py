@@ -122,7 +122,7 @@ def test_native_mix_equals_its_definition(inputs: int, outputs: int, first: int,
     widths = [x.shape[1], y.shape[1], weights.shape[1]]
 
     def build(ops: NativeOps, given: list[Value]) -> list[Value]:
-        return [ops.mix(given[1], given[0], matrix, outputs, offset=offset, first=first) for matrix in (given[2], None)]
+        return [ops.mix_streams(given[1], given[0], matrix, outputs, offset=offset, first=first) for matrix in (given[2], None)]
 
     found = Network(widths, build, level=level)(x, y, weights)
     streams, wide = (rows.astype(np.float64).reshape(5, -1, width) for rows in (x, y))

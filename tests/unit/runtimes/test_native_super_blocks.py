@@ -148,11 +148,11 @@ def test_super_block_embedding_is_kept_in_panels(name: str, seed: int) -> None:
     matrix = stored(name, raw_blocks(np.random.default_rng(seed), name))
     tables = Weights({"a.weight": GroupedTensor(matrix), "b.weight": GroupedTensor(replace(matrix, super_blocks=None))})
     weights = NativeWeights(tables, WeightType.F32, packed={})
-    found, numbers = weights.table("a"), np.array([0, 5, 52], np.int32)
+    found, numbers = weights.lookup_table("a"), np.array([0, 5, 52], np.int32)
     assert isinstance(found, PackedWeights)
     assert np.array_equal(found.rows(numbers), matrix.values(numbers))
-    assert weights.table("b") is tables["b.weight"]
-    assert NativeWeights(tables, WeightType.F32).table("a") is tables["a.weight"]
+    assert weights.lookup_table("b") is tables["b.weight"]
+    assert NativeWeights(tables, WeightType.F32).lookup_table("a") is tables["a.weight"]
 
 
 @BY_TYPE

@@ -16,7 +16,7 @@ from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Numerics
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import RuntimeOptions, load_network
 from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache
 
@@ -49,9 +49,9 @@ FAULTS: dict[str, tuple[Fault, Numerics]] = {
 class FakeRuntime:
     """Logits that follow from a row's token and position, plus a last-bit fault that follows from the pass."""
 
-    def __init__(self, fault: Fault, *, version: str = "1", shift: float = 0.0) -> None:
+    def __init__(self, fault: Fault, *, execution_key: str = "1", shift: float = 0.0) -> None:
         self.config = CONFIG
-        self.version = version
+        self.execution_key = execution_key
         self.capabilities = Capabilities(Numerics.FAST, "cpu", WeightType.F32)
         self.num_passes = 0
         self._fault = fault
@@ -76,7 +76,7 @@ def test_numerics_test_finds_logits_that_depend_on_other_rows(name: str) -> None
 def test_numerics_test_result_is_cached_per_kernel_library(tmp_path: Path) -> None:
     def find(version: str, fault: str) -> tuple[Numerics, bool]:
         """What was found, and whether by a test."""
-        runtime = FakeRuntime(FAULTS[fault][0], version=version)
+        runtime = FakeRuntime(FAULTS[fault][0], execution_key=version)
         return measure_numerics(runtime, ProfileCache(tmp_path)), runtime.num_passes > 0
 
     assert find("1", "nothing") == (Numerics.EXACT, True)
@@ -131,6 +131,6 @@ def test_numerics_notice_matches_the_measured_result(
 ) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     monkeypatch.setattr(load_module, "measure_numerics", lambda *_: found)
-    loaded = load_runtime(directory, RuntimeOptions(numerics=wanted, backend="native"))
-    assert loaded.runtime.capabilities.numerics is expected
+    loaded = load_network(directory, RuntimeOptions(numerics=wanted, backend="native"))
+    assert loaded.network.capabilities.numerics is expected
     assert any("numerics is fast" in notice for notice in loaded.notices) is (wanted is not expected)

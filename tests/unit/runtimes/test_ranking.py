@@ -46,7 +46,7 @@ def check(found: LogitsSummary, scores: FloatArray, count: int, ids: np.ndarray)
     assert found.token_ids == [*ids[best].tolist(), *[-1] * filled]
     assert found.scores == [*scores[best].tolist(), *[-np.inf] * filled]
     wide = scores[np.isfinite(scores)].astype(np.float64)
-    assert found.log_sum == pytest.approx(np.log(np.exp(wide - wide.max()).sum()) + wide.max(), rel=2e-6, abs=2e-6)
+    assert found.log_sum_exp == pytest.approx(np.log(np.exp(wide - wide.max()).sum()) + wide.max(), rel=2e-6, abs=2e-6)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -62,7 +62,7 @@ def test_top_tokens_and_logsumexp_equal_numpy(source: str, count: int, seed: int
                     if np.isfinite(row[:columns]).any():
                         check(found, row[:columns], count, np.arange(columns) if target_ids is None else ids)
                     else:
-                        assert not np.isfinite(found.log_sum)
+                        assert not np.isfinite(found.log_sum_exp)
                     assert found.sampled_id == -1
 
 
@@ -75,11 +75,11 @@ def test_ranking_of_a_nan_row_is_marked(source: str, value: float, place: int) -
     rows[2] = -np.inf
     rows[2, place] = value
     found = ranked(source, rows, SummaryOptions(8200, 4))
-    assert [bool(np.isfinite(row.log_sum)) for row in found] == [True, False, False]
+    assert [bool(np.isfinite(row.log_sum_exp)) for row in found] == [True, False, False]
     rows[2] = -np.inf
-    assert ranked(source, rows, SummaryOptions(8200, 4))[2].log_sum == -np.inf
+    assert ranked(source, rows, SummaryOptions(8200, 4))[2].log_sum_exp == -np.inf
     if place:  # columns that do not count are not looked at
-        assert np.isfinite(ranked(source, rows, SummaryOptions(place, 4))[1].log_sum)
+        assert np.isfinite(ranked(source, rows, SummaryOptions(place, 4))[1].log_sum_exp)
 
 
 @pytest.mark.spread(0.4)

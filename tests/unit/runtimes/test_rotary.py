@@ -65,7 +65,7 @@ def test_rotary_position_beyond_the_context_is_an_index_error(position: int) -> 
     tables = RotaryTables(config_of(RopeConfig()), 1000)
     tables.extend_to(1000)
     assert len(tables.cos_sin[0][0]) == 1001
-    with pytest.raises(IndexError, match=f"position {position} is beyond 1000"):
+    with pytest.raises(IndexError, match=f"position {position} is not in the range 0 to 1000"):
         tables.extend_to(position)
     RotaryTables(config_of(RopeConfig()), 2).extend_to(MIN_POSITIONS)  # measurements at load
 

@@ -28,7 +28,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
         tensors["lm_head.weight"] = weights["embedding.weight" if target_config.tied_embeddings else "lm_head.weight"]
     placement = target.placement
     placement["max_model_len"] += config.block_size
-    placement["lm_head_of"] = None if config.has_own_lm_head else target.runtime
+    placement["lm_head_source"] = None if config.has_own_lm_head else target.runtime
     head = BlockHead(checkpoint, tensors, weights["embedding.weight"] if own_embedding is None else own_embedding, **placement)
     sample_from_anchor = config.sample_from_anchor
     return BlockDrafter(

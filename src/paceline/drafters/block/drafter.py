@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
         self._prefill_time = PrefillTime()
         self._last_request_accepted_drafts = True  # whether the last finished request that drafted had accepted draft tokens
         summary_options = self._sampler.summary_options(tree_width)
-        head.summary_options = replace(summary_options, count=config.num_candidates) if config.num_candidates else summary_options
+        head.summary_options = replace(summary_options, num_top_tokens=config.num_candidates) if config.num_candidates else summary_options
         self._is_detecting_anchor_use = config.sample_from_anchor is None
         self._num_first_row_comparisons, self._first_row_lead = 0, 0  # lead: correct predictions of row 0 minus row 1
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
@@ -110,7 +110,7 @@ class BlockDrafter(Drafter):
                 if rows is None:
                     continue
                 num_spare_blocks += needed
-                draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_slot)
+                draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_visible_slot)
                 group.append((DraftBlock(request.token_ids[-1], rows), draft))
             trees |= self._draft_blocks(group)
         return [trees.get(id(request)) for request in requests]

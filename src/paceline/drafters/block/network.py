@@ -35,7 +35,7 @@ head; logits before their bias. Result: the vectors with which DFlash2's selecto
 def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that computes and caches keys and values of committed positions."""
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         chunks = [ops.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
         (mixed,) = ops.linear(ops.concat(*chunks), "fc")
         context, stored = ops.rms_norm(mixed, "hidden_norm"), []
@@ -52,13 +52,13 @@ def context_network(config: BlockConfig) -> NetworkDefinition:
             stored.append(ops.store_kv(k, v, attention, layer))
         return {f"stored.{layer}": value for layer, value in enumerate(stored)}
 
-    return compose
+    return define_network
 
 
 def block_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, Vd]; DFlash2: `selector_vectors` [T, r]."""
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         x = ops.input(EMBEDDING, config.layers.hidden_size)
         for index, layer in enumerate(config.layers.layers):
             x = decoder_layer(ops, layer, x, index)
@@ -71,17 +71,17 @@ def block_network(config: BlockConfig) -> NetworkDefinition:
         vectors = {SELECTOR_VECTORS: ops.linear(hidden, "selector")[0]} if config.num_candidates else {}
         return {LOGITS: logits, HIDDEN_STATES: hidden, **vectors}
 
-    return compose
+    return define_network
 
 
 def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinition:
     """Return the network that turns latent vectors [T, r] of DSpark's Markov head into a bias, and adds it to `logits` [R, Vd]."""
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         bias = ops.lm_head(ops.logits_rows(ops.input(LATENT, markov_rank)), "markov_output")
         return {LOGITS: ops.add(bias, ops.logits_rows(ops.input(BASE_LOGITS, config.layers.vocab_size)))}
 
-    return compose
+    return define_network
 
 
 @dataclass(frozen=True, slots=True)

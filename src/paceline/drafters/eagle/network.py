@@ -27,7 +27,7 @@ def open_eagle_head(
     if not config.has_fc_bias:
         tensors.pop("fc.bias", None)
     if "lm_head.weight" in tensors:
-        placement["lm_head_of"] = None
+        placement["lm_head_source"] = None
     else:
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
@@ -51,7 +51,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
         soft_cap: the target's soft cap of logits, if the target's lm_head is used.
     """
 
-    def compose(ops: Ops[Value]) -> Mapping[str, Value]:
+    def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         if not config.layer_boundaries:
             return _run_layers(ops, config, ops.input(FEATURE, config.layers.hidden_size), soft_cap)
         chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
@@ -63,7 +63,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
         (feature,) = ops.linear(features, "fc")
         return _run_layers(ops, config, feature, soft_cap)
 
-    return compose
+    return define_network
 
 
 def _run_layers(ops: Ops[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:

@@ -40,7 +40,9 @@ class AssistantNetwork:
 
     def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
         self.assistant, self._target = assistant, target
-        self._network = target.network_on_shared_kv(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
+        self._network = target.network_on_shared_kv(
+            self._define_network, assistant.config.layers, assistant.weights, max_model_len=max_model_len
+        )
 
     def forward(self, levels: Sequence[TreeLevelInput], summary: SummaryOptions | None, sampling: RowSampling | None) -> ForwardOutput:
         """Run one pass over tree levels of several requests.
@@ -73,7 +75,7 @@ class AssistantNetwork:
         ids = ids[: np.searchsorted(ids, vocab_size)]
         return ids, self.assistant.weights.read_rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
 
-    def _compose(self, ops: Ops[Value]) -> Mapping[str, Value]:
+    def _define_network(self, ops: Ops[Value]) -> Mapping[str, Value]:
         config = self.assistant.config
         size = config.target_hidden_size
         (x,) = ops.linear(ops.concat(ops.input(EMBEDDING, size), ops.input(FEATURE, size)), "pre_projection")

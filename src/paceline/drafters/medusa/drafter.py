@@ -219,7 +219,7 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     heads = replace(heads, weights=target.quantize(heads.weights, files.files, has_target_lm_head=heads.has_target_lm_head))
     placement = target.placement
     if not heads.has_target_lm_head or target.copies_lm_head:
-        placement["lm_head_of"] = None
+        placement["lm_head_source"] = None
     return MedusaDrafter(
         MedusaNetwork(heads, config, **placement), vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0]
     )

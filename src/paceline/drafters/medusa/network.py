@@ -42,10 +42,10 @@ class MedusaNetwork:
         self.hidden_size = target.hidden_size
         self.summary_options: SummaryOptions | None = None
         placement["max_model_len"] = 1  # the heads have no cache
-        first = load_head(partial(self._compose, num_heads=1), target, heads.weights, **placement)
+        first = load_head(partial(self._define_network, num_heads=1), target, heads.weights, **placement)
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
-        self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
+        self._lm_head = first.network_with_same_weights(self._define_lm_head) if heads.has_shared_lm_head else None
 
     def forward(self, hidden_states: FloatArray, num_heads: int, sampling: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
@@ -72,10 +72,12 @@ class MedusaNetwork:
     def _get_or_create_network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
-            network = self._networks[num_heads] = self._networks[1].network_with_same_weights(partial(self._compose, num_heads=num_heads))
+            network = self._networks[num_heads] = self._networks[1].network_with_same_weights(
+                partial(self._define_network, num_heads=num_heads)
+            )
         return network
 
-    def _compose(self, ops: Ops[Value], *, num_heads: int) -> Mapping[str, Value]:
+    def _define_network(self, ops: Ops[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Compose the first heads. Results: the logits of each head, or the hidden states that a shared lm_head takes."""
         hidden_states = ops.input("hidden_states", self.hidden_size)
         hidden = [hidden_states] * num_heads
@@ -90,7 +92,7 @@ class MedusaNetwork:
             return {f"head.{head}": x for head, x in enumerate(hidden)}
         return {f"{LOGITS}.{head}": ops.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
 
-    def _compose_lm_head(self, ops: Ops[Value]) -> Mapping[str, Value]:
+    def _define_lm_head(self, ops: Ops[Value]) -> Mapping[str, Value]:
         logits = ops.lm_head(ops.input("hidden", self.hidden_size), "lm_head")
         return {LOGITS: logits if self.heads.soft_cap is None else ops.soft_cap(logits, self.heads.soft_cap)}
 

@@ -78,7 +78,7 @@ class EagleStyleDrafter(Drafter):
                 if pairs is None or max(pairs.token_ids.tolist()) >= self.head.num_embedded_ids:
                     continue
                 num_used += needed
-                group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
+                group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_visible_slot)))
             trees |= self._draft_group(group)
         return [trees.get(id(request)) for request in requests]
 

@@ -1,4 +1,4 @@
-"""Arrays that begin at cache lines, because the kernels' 64-byte vectors are slower if they extend over two lines."""
+"""Arrays that begin at a cache line. 64-byte vector loads that cross a cache line are slower."""
 
 import math
 from ctypes import addressof, c_char
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _CACHE_LINE_BYTES = 64
-_ARENA_BYTES = 1 << 27  # size of an arena's allocations; pages that are never written take no memory
-_LARGE_BYTES = 1 << 22  # from this size on, numpy itself requests huge pages
-_NO_BYTES = c_char * 0
+_ARENA_BYTES = 1 << 27  # size of an allocation of an `Arena`; its pages take memory only once they are written
+_NUMPY_HUGE_PAGE_BYTES = 1 << 22  # for arrays of at least this size, numpy requests huge pages
+_EMPTY_BUFFER = c_char * 0
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -34,15 +34,12 @@ def _align(memory: NDArray[np.uint8], shape: tuple[int, ...], dtype: DTypeLike) 
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Return the address of a contiguous writable array, in a third of the time of `array.ctypes.data`."""
-    return addressof(_NO_BYTES.from_buffer(array))  # type: ignore[arg-type]  # numpy does not declare its buffer
+    """Return the address of a contiguous writable array. Takes a third of the time of `array.ctypes.data`."""
+    return addressof(_EMPTY_BUFFER.from_buffer(array))  # type: ignore[arg-type]  # numpy does not declare its buffer
 
 
 class Arena:
-    """Allocates arrays as parts of large ones, for which the system uses huge pages.
-
-    With small pages, products of several rows are slower, because of TLB misses.
-    """
+    """Allocates arrays as slices of large arrays in huge pages. TLB misses slow down matrix products of several rows on small pages."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -51,7 +48,7 @@ class Arena:
     def allocate(self, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """Return an aligned array with arbitrary values. The large array is freed when no array in it is used any more."""
         size = _num_bytes(shape, dtype)
-        if size >= _LARGE_BYTES:
+        if size >= _NUMPY_HUGE_PAGE_BYTES:
             return aligned_empty(shape, dtype)
         with self._lock:
             if size > len(self._free):

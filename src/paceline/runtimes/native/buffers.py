@@ -1,4 +1,4 @@
-"""Assign buffers to the values of a recorded network, shared if not needed at the same time, and estimate the memory of a pass."""
+"""Assign buffers to the values of a recorded network, reusing buffers of values that are not needed any more; estimate memory."""
 
 from collections.abc import Collection, Sequence
 
@@ -31,43 +31,43 @@ def assign_buffers(ops: NativeOps, results: set[int]) -> tuple[list[int], list[i
     return buffers, widths
 
 
-def _share_buffers(ops: NativeOps, kept: set[int]) -> tuple[list[int], list[int]]:
-    """Return the buffer of each value and the width of each buffer. A buffer is reused after the last read of its value, unless kept."""
+def _share_buffers(ops: NativeOps, kept_values: set[int]) -> tuple[list[int], list[int]]:
+    """Return the buffer of each value and the width of each buffer. Buffers are reused, except those of `kept_values`."""
     reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in ops.operations]
     last_read = {value: index for index, values in enumerate(reads) for value in values}
     buffers = [0] * len(ops.values)
     widths = [value.width for value in ops.inputs.values()]
     for index, value in enumerate(ops.inputs.values()):
         buffers[value.index] = index
-    free: dict[int, list[int]] = {}
+    free_by_width: dict[int, list[int]] = {}
     for index, operation in enumerate(ops.operations):
         outs = [matrix.out for matrix in matrices_of(operation)] or [operation.out]
         outs += [out for field in operation.OUTPUTS if field != "out" and (out := getattr(operation, field)) >= 0]
         for out in dict.fromkeys(outs):
             width = ops.values[out].width
-            if not free.get(width):
-                free.setdefault(width, []).append(len(widths))
+            if not free_by_width.get(width):
+                free_by_width.setdefault(width, []).append(len(widths))
                 widths.append(width)
-            buffers[out] = free[width].pop()
+            buffers[out] = free_by_width[width].pop()
         for read in reads[index]:
-            if last_read[read] == index and read not in kept:
-                free.setdefault(ops.values[read].width, []).append(buffers[read])
+            if last_read[read] == index and read not in kept_values:
+                free_by_width.setdefault(ops.values[read].width, []).append(buffers[read])
     return buffers, widths
 
 
-def pass_bytes(
-    config: ModelConfig, weights: Weights, quantised: Collection[str], *, num_rows: int, num_logits_rows: int, num_positions: int
+def estimate_pass_bytes(
+    config: ModelConfig, weights: Weights, quantized_names: Collection[str], *, num_rows: int, num_logits_rows: int, num_positions: int
 ) -> int:
-    """Return the bytes that a pass needs for buffers, packed rows and rotary tables. No weight is loaded.
+    """Return the bytes that a pass needs for buffers, packed rows and rotary tables, without loading weights.
 
     Args:
         weights: the network's weights; only their names, shapes and types are read.
-        quantised: names of weights that are stored as floats and will be quantised.
+        quantized_names: names of weights that are stored as floats and will be quantised.
         num_rows: number of rows of the pass.
         num_logits_rows: number of rows whose logits are computed.
         num_positions: maximum length of a sequence.
     """
-    ops = NativeOps(config, _WeightShapes(weights, quantised))
+    ops = NativeOps(config, _WeightShapes(weights, quantized_names))
     results = decoder(config)(ops)
     buffers, widths = assign_buffers(ops, {value.index for value in results.values()})
     all_row_buffers = {buffers[value.index] for value in ops.values if value.rows is RowSelection.ALL}
@@ -78,31 +78,31 @@ def pass_bytes(
 
 
 class _WeightShapes(NativeWeights):
-    """Weights without data. `Matrix.row_bytes` is set to the bytes of an input row that is packed for the matrix."""
+    """Weights without data, to record a network. `Matrix.row_bytes` contains the bytes of a packed input row instead."""
 
-    def __init__(self, weights: Weights, quantised: Collection[str]) -> None:
+    def __init__(self, weights: Weights, quantized_names: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)
         self._infos = {name: weights.info(name) for name in weights}
-        self._quantised = quantised
+        self._quantized_names = quantized_names
 
     def has_tensor(self, name: str) -> bool:
         return name in self._infos
 
-    def vector(self, name: str, *, exact: bool = False) -> int:
+    def vector_address(self, name: str, *, exact: bool = False) -> int:
         return 0
 
-    def transposed(self, name: str) -> int:
+    def transposed_address(self, name: str) -> int:
         return 0
 
     def scalar(self, name: str) -> float:
         return 1.0
 
-    def matrix(self, name: str, out: int) -> Matrix:
+    def matrix_record(self, name: str, out: int) -> Matrix:
         info = self._infos[name + ".weight"]
         outputs, columns = info.shape
-        is_grouped = info.bits is not None or name + ".weight" in self._quantised
+        is_grouped = info.bits is not None or name + ".weight" in self._quantized_names
         row_bytes = columns * 3 // 2 if is_grouped else columns * (2 if info.weight_type is WeightType.BF16 else _FLOAT_BYTES)
         return Matrix(0, outputs, columns, 0, 0, out, 0, row_bytes)
 
-    def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
-        return [self.matrix(name, out) for name in names]
+    def matrix_records(self, names: Sequence[str], out: int) -> list[Matrix]:
+        return [self.matrix_record(name, out) for name in names]

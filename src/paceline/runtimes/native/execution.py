@@ -30,18 +30,18 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.native.rotary import RotaryTables
 
 _MIN_CAPACITY_ROWS = 32  # minimum number of rows of a buffer
-_CLAIMS_ALIGNMENT = 16  # counters of two threads are never in one pair of adjacent cache lines, which some processors fetch together
-_SPLIT_RESULTS_FLOATS = 1 << 22  # memory for attention results of splits (kernels/attention.h); only what is written is used
+_CLAIMS_ALIGNMENT = 16  # 16 int64 counters fill two cache lines; some processors fetch pairs of lines, so threads share no pair
+_SPLIT_RESULTS_FLOATS = 1 << 22  # memory for attention results of splits (kernels/attention.h); pages that are never written take no memory
 
 
 class Execution:
     """Runs passes of a recorded network. Results are in the buffers (`buffer_rows`) until the next pass.
 
     Args:
-        blocks: the recorded network, in whose operations values have been replaced by buffer numbers.
+        ops: the recorded network after `assign_buffers`.
         widths: width of each buffer, in floats.
         num_threads: threads among which the work of a pass is divided.
-        tables: tables of rotary angles; may be None if the network has no rotary embedding.
+        tables: tables of rotary angles; None = the network has no rotary embedding.
         adapters: loaded adapters by number; None = adapters are not supported.
     """
 
@@ -56,7 +56,7 @@ class Execution:
     ) -> None:
         operations = self._recorded_operations = ops.operations
         self._widths = widths
-        self._call_lock = Lock()  # concurrent calls are not allowed; if they happen, they must not read freed memory
+        self._call_lock = Lock()  # callers must not call concurrently; the lock only prevents reads of freed memory if they do
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(PHASES * len(operations), np.int32)
         claims_per_thread = -(-PHASES * len(operations) // _CLAIMS_ALIGNMENT) * _CLAIMS_ALIGNMENT
@@ -69,7 +69,7 @@ class Execution:
         self._buffers: list[FloatArray] = []  # each [capacity in rows, width]
         self.pass_record = PassRecord(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         max_experts = max((operation.experts_per_row for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
-        self._adapter_rows = None if adapters is None else AdapterMapping(adapters, ops.sites, max_experts)
+        self._adapter_mapping = None if adapters is None else AdapterMapping(adapters, ops.sites, max_experts)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             max_columns=self._max_columns, tickets=self._tickets.ctypes.data,
@@ -108,7 +108,7 @@ class Execution:
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
     def _make_state_scratch(self, num_states: int) -> None:
-        """Allocate, for each thread, state blocks as scratch memory: one of zeros, one to work in, and `num_states` temporary states."""
+        """Allocate for each thread one state block of zeros, one for intermediate results, and `num_states` temporary states."""
         self._num_temporary_states = num_states
         self._state_scratch = aligned_zeros((self._program.num_threads, self._block_floats * (2 + num_states)))
         self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
@@ -118,7 +118,7 @@ class Execution:
         return self._buffers[buffer][:num_rows, :width]
 
     def run(self, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Mapping[int, FloatArray] = MappingProxyType({})) -> None:
-        """Run one pass. Its inputs must be in the input buffers.
+        """Run one pass, whose inputs the caller has written to the input buffers.
 
         Args:
             scalings: see `xlora.Scalings`.
@@ -127,14 +127,14 @@ class Execution:
             raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
         with self._call_lock:
             self.pass_record.fill(batch, logits_rows)
-            if self._adapter_rows is not None:
-                self._adapter_rows.fill(self.pass_record.record, batch, logits_rows, scalings)
+            if self._adapter_mapping is not None:
+                self._adapter_mapping.fill(self.pass_record.record, batch, logits_rows, scalings)
             if self.pass_record.states.num_temporary_states > self._num_temporary_states:
                 self._make_state_scratch(self.pass_record.states.num_temporary_states)
             self.kernels.paceline_run(*self._arguments)
 
-    def _packed_floats(self, num_rows: int) -> int:
-        """Return how many floats the packed input rows of the largest product have in a pass of `num_rows` rows."""
+    def _max_packed_floats(self, num_rows: int) -> int:
+        """Return the most floats that the packed input rows of any product take in a pass of `num_rows` rows."""
         sizes = {(num_rows, self._max_columns)}
         for operation in self._recorded_operations:
             if isinstance(operation, ExpertsOperation):
@@ -145,14 +145,14 @@ class Execution:
         """Enlarge the buffers to at least `num_rows` rows, if they are smaller."""
         if num_rows > self._capacity:
             with self._call_lock:
-                self._make_buffers(num_rows)
+                self._allocate_buffers(num_rows)
 
-    def _make_buffers(self, num_rows: int) -> None:
-        self._capacity = 0  # so that after an interrupt the buffers are allocated again
+    def _allocate_buffers(self, num_rows: int) -> None:
+        self._capacity = 0  # after an interrupt (Ctrl-C) in this function, the next pass allocates again
         capacity = max(_MIN_CAPACITY_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [aligned_empty((capacity, width)) for width in self._widths]
         self._buffer_address_array = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
-        self._packed = aligned_empty((self._packed_floats(capacity),))
+        self._packed = aligned_empty((self._max_packed_floats(capacity),))
         attention_floats = max((self.kernels.paceline_attention_floats(*shape, capacity) for shape in self._head_shapes), default=0)
         self._scratch = [aligned_empty((attention_floats,)) for _ in range(self._program.num_threads)]
         self._scratch_address_array = np.array([part.ctypes.data for part in self._scratch], np.uint64)

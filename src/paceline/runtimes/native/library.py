@@ -11,28 +11,28 @@ from paceline.errors import BackendUnavailableError
 from paceline.machine import processor_flags
 from paceline.runtimes.native.records import LAYOUT, GgufBlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
 
-_V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
-_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
+_X86_64_V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+_X86_64_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
 _REQUIRED_FLAGS = {
-    "x86_64_v4_bf16": {*_V4, "avx512_bf16", "avx512_vnni"},
-    "x86_64_v4_vnni": {*_V4, "avx512_vnni"},
-    "x86_64_v4": _V4,
-    "x86_64_v3_vnni": {*_V3, "avx_vnni"},
-    "x86_64_v3": _V3,
+    "x86_64_v4_bf16": {*_X86_64_V4, "avx512_bf16", "avx512_vnni"},
+    "x86_64_v4_vnni": {*_X86_64_V4, "avx512_vnni"},
+    "x86_64_v4": _X86_64_V4,
+    "x86_64_v3_vnni": {*_X86_64_V3, "avx_vnni"},
+    "x86_64_v3": _X86_64_V3,
     "armv8_i8mm": {"asimd", "asimddp", "i8mm"},
     "armv8_dotprod": {"asimd", "asimddp"},
     "armv8": {"asimd"},
 }
 """The processor flags that each library needs, by instruction set, fastest first."""
 
-_FLAGS_OF_CPUID = (("avx512_vnni", 0, 2, 11), ("avx_vnni", 1, 0, 4), ("avx512_bf16", 1, 0, 5))
-"""Flags that Windows does not report: name, subleaf of leaf 7 of the instruction cpuid, number of the register, bit."""
+_CPUID_FLAGS = (("avx512_vnni", 0, 2, 11), ("avx_vnni", 1, 0, 4), ("avx512_bf16", 1, 0, 5))
+"""Processor flags that Windows does not report: name, then subleaf of leaf 7 of the instruction cpuid, register index, bit."""
 
 LANES = 16
-"""Floats of a vector; the same as in kernels/vectors.h."""
+"""Floats of a vector in the kernels, whatever the width of registers; see kernels/vectors.h."""
 
 BLOCK_COLUMNS = 192
-"""Logits of a block whose maximum is stored; the same as in kernels/block_max.h."""
+"""The kernels store the maximum of each block of this many logits; see kernels/block_max.h."""
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "run": (None, [POINTER(Program), POINTER(Pass)]),
@@ -56,7 +56,7 @@ def kernels() -> ctypes.CDLL:
     """Return the compiled kernels for this processor.
 
     Raises:
-        BackendUnavailableError: none were built for this processor, or they are of another version.
+        BackendUnavailableError: no kernels were built for this processor, or their version differs from this package.
     """
     path = kernels_path()
     if path is None:
@@ -83,12 +83,12 @@ def open_kernels(path: Path) -> ctypes.CDLL:
 
 
 def kernels_path() -> Path | None:
-    """Return the fastest library that was built and that this processor can run; None = there is none."""
+    """Return the fastest library that was built and that this processor can run; None = no such library."""
     return next((path for path in map(library_path, supported_levels()) if path.is_file()), None)
 
 
 def library_path(level: str) -> Path:
-    """Return the path of the library for an instruction set, which need not exist."""
+    """Return the path of the library for an instruction set; the file need not exist."""
     suffix = {"Windows": "dll", "Darwin": "dylib"}.get(platform.system(), "so")
     return Path(__file__).with_name(f"kernels.{level}.{suffix}")
 
@@ -97,18 +97,18 @@ def supported_levels() -> list[str]:
     """Return the instruction sets of libraries that this processor can run, fastest first."""
     flags = processor_flags()
     if platform.system() == "Windows" and _REQUIRED_FLAGS["x86_64_v3"] <= flags:
-        flags |= _flags_of_cpuid(library_path("x86_64_v3"))
+        flags |= _read_cpuid_flags(library_path("x86_64_v3"))
     return [level for level, required in _REQUIRED_FLAGS.items() if required <= flags]
 
 
 @cache
-def _flags_of_cpuid(path: Path) -> frozenset[str]:
-    """Return those of `_FLAGS_OF_CPUID` that the processor has, read with a library that it can run; empty if there is no library."""
+def _read_cpuid_flags(path: Path) -> frozenset[str]:
+    """Return the `_CPUID_FLAGS` that the processor has. The library at `path` executes cpuid; empty if there is none."""
     if not path.is_file():
         return frozenset()
     library, registers = ctypes.CDLL(str(path)), (ctypes.c_uint32 * 4)()
     flags = set()
-    for name, subleaf, register, bit in _FLAGS_OF_CPUID:
+    for name, subleaf, register, bit in _CPUID_FLAGS:
         library.paceline_cpuid(7, subleaf, registers)
         if registers[register] >> bit & 1:
             flags.add(name)

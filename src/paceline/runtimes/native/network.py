@@ -1,4 +1,4 @@
-"""Networks computed by our own CPU kernels, which read weights as they are stored and are exact (`Numerics`)."""
+"""Networks computed by the CPU kernels of kernels/, which read weights as they are stored and are exact (`Numerics`)."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +45,20 @@ _NUMPY_TYPES = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCa
 
 
 class NativeNetwork(Network):
-    """A network whose operations are recorded once and run by the kernels. Values are float32; weights keep their stored type."""
+    """A network that records its operations once; each pass runs them in the kernels. Activations are float32."""
 
     weights: Weights
     has_window_eviction = True
 
     def __init__(
         self,
-        compose: NetworkDefinition,
+        definition: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
         num_threads: int,
         max_model_len: int,
-        round_to: WeightType = WeightType.F32,
+        compute_type: WeightType = WeightType.F32,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
         packed: dict[str, PackedWeights] | None = None,
         kv_source: "NativeNetwork | None" = None,
@@ -68,11 +68,11 @@ class NativeNetwork(Network):
 
         Args:
             max_model_len: maximum length of a sequence.
-            round_to: compute type; weights of another float type are rounded to it.
+            compute_type: weights of another float type are rounded to it.
             kv_cache_dtype: type of cached keys and values.
-            packed: quantised matrices in panels, by name; more are added when they are packed. Rows are rounded to 8 bits for products with
-                them. None = matrices are not packed, rows are not rounded.
-            kv_source: network whose keys and values are read; None = the network has its own.
+            packed: cache of quantised matrices in panels, by name; filled when matrices are packed. In products with them, rows are
+                rounded to 8 bits. None = matrices are not packed, and rows are not rounded.
+            kv_source: network whose keys and values the attention layers read; None = the network has its own cache.
             supports_adapters: whether `load_adapter` is supported.
 
         Raises:
@@ -81,8 +81,8 @@ class NativeNetwork(Network):
         self.config, self.weights = config, weights
         self.capabilities = Capabilities(Numerics.EXACT, "cpu", WeightType.F32, kv_cache_dtype)
         max_position = max(max_model_len, MIN_POSITIONS) + MAX_PASS_ROWS
-        self._round_to = round_to
-        native_weights = NativeWeights(weights, round_to, packed=packed, num_threads=num_threads)
+        self._compute_type = compute_type
+        native_weights = NativeWeights(weights, compute_type, packed=packed, num_threads=num_threads)
         self._shared = _SharedState(
             native_weights, RotaryTables(config, max_position), num_threads, kv_cache_dtype, {} if supports_adapters else None
         )
@@ -94,9 +94,11 @@ class NativeNetwork(Network):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         types = {(info.weight_type.value, info.bits) for info in map(weights.info, weights)}
         weight_types = sorted(kind if bits is None else f"{kind} in {bits} bits" for kind, bits in types)
-        row_type = round_to.value if packed is None else "bytes"
-        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
-        self._compose(compose)
+        row_type = compute_type.value if packed is None else "bytes"
+        self.execution_key = (
+            f"kernels {digest}, {num_threads} threads, {' '.join(weight_types)} as {row_type}, cache {kv_cache_dtype.value}"
+        )
+        self._set_definition(definition)
 
     @property
     def num_passes(self) -> int:
@@ -122,10 +124,10 @@ class NativeNetwork(Network):
     def _allocate_kv(
         self, num_blocks: int, limits: PassLimits | None = None, states: RecurrentStateCache | None = None, *, by_window: bool
     ) -> list[PagedCache]:
-        """Allocate a cache for each group of layers. From now on this network uses them, with these states of recurrent layers."""
+        """Allocate a cache for each group of layers; the network uses them and `states` (of recurrent layers) from now on."""
         groups, caches, windows = self.config.kv_groups(by_window=by_window), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
-            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.arrays_per_layer).copy
+            copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.arrays_per_layer).copy_row
             if group.window is None:
                 caches.append(FullAttentionCache(self._allocate_storage(group, num_blocks), copy_row))
             else:
@@ -144,7 +146,7 @@ class NativeNetwork(Network):
         return self._shared.xlora_program is not None
 
     def enable_xlora(self, cache: KVCache) -> None:
-        """See `Network`. The network is recorded a second time, to use other keys and values in scaling passes."""
+        """See `Network`. Records the network a second time, for scaling passes, which have their own keys and values."""
         if self._shared.adapters is None:
             super().enable_xlora(cache)
         check_supports_xlora(self.config)
@@ -162,15 +164,15 @@ class NativeNetwork(Network):
 
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         program, shared = self._programs.get(logits_rows.summary) or self._create_program(logits_rows.summary), self._shared
-        shared.files.check_not_truncated()
+        shared.mapped_files.check_not_truncated()
         shared.num_passes += 1
         scalings = compute_scalings(shared.classifiers, inputs, batch, self._run_scaling_pass) if shared.classifiers else {}
-        return ForwardOutput(self._run(program, inputs, batch, logits_rows, scalings))
+        return ForwardOutput(self._run_program(program, inputs, batch, logits_rows, scalings))
 
-    def _run(
+    def _run_program(
         self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings
     ) -> dict[str, FloatArray]:
-        """Run a pass, and return its results by name, as views of buffers."""
+        """Run one pass of a recorded network and return its results by name, as views of buffers."""
         num_rows, execution = len(batch.positions), program.execution
         execution.reserve_rows(num_rows)
         for name, buffer in program.inputs.items():
@@ -181,32 +183,32 @@ class NativeNetwork(Network):
 
     def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
         program = self._shared.xlora_program
-        assert program is not None  # otherwise no X-LoRA adapter could have been loaded
+        assert program is not None  # without it, `load_adapter` rejects X-LoRA adapters
         self._shared.num_xlora_passes += 1
-        return self._run(program, inputs, batch, LogitsRows(np.zeros(0, np.int32)), scalings)[HIDDEN_STATES]
+        return self._run_program(program, inputs, batch, LogitsRows(np.zeros(0, np.int32)), scalings)[HIDDEN_STATES]
 
     def _input_rows(self, name: str, inputs: Inputs, batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
             return self._embed_with_adapters(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
         if name == PER_LAYER_EMBEDDINGS:
-            return per_layer_embedding_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
+            return per_layer_embedding_rows(self.weights, inputs[TOKEN_IDS], self.config, self._compute_type)
         return inputs[name]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        return scaled_embeddings(self._embedding_rows(token_ids), self.config, self._round_to)
+        return scaled_embeddings(self._embedding_rows(token_ids), self.config, self._compute_type)
 
     def _embedding_rows(self, token_ids: IntArray) -> FloatArray:
         table = self._embedding
-        return table.rows(token_ids) if isinstance(table, PackedWeights) else unscaled_embedding_rows(table, token_ids, self._round_to)
+        return table.rows(token_ids) if isinstance(table, PackedWeights) else unscaled_embedding_rows(table, token_ids, self._compute_type)
 
     def _embed_with_adapters(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
-        """Return embedding rows changed by each row's adapter."""
+        """Return embedding rows, to which the adapter of each row is applied."""
         embedded = self.embed(token_ids)
         for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
             if adapter.changes_embedding:
                 own = adapter.adapt_embeddings(self._embedding_rows(ids), ids)
-                embedded[rows] = scaled_embeddings(own, self.config, self._round_to)
+                embedded[rows] = scaled_embeddings(own, self.config, self._compute_type)
         return embedded
 
     @property
@@ -232,21 +234,21 @@ class NativeNetwork(Network):
         del self._adapters[number]
         self._shared.classifiers.pop(number, None)
 
-    def network_with_same_weights(self, compose: NetworkDefinition) -> "NativeNetwork":
+    def network_with_same_weights(self, definition: NetworkDefinition) -> "NativeNetwork":
         other = copy(self)
-        other._compose(compose)
+        other._set_definition(definition)
         return other
 
-    def packed_lm_head(self, count: int) -> PackedWeights | None:
-        """Return the first `count` rows of `lm_head`; None = it is not packed."""
-        table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
-        return table.first_outputs(count) if isinstance(table, PackedWeights) else None
+    def packed_lm_head_rows(self, num_rows: int) -> PackedWeights | None:
+        """Return the first rows of `lm_head` in panels; None = `lm_head` is not packed."""
+        table = self._shared.weights.lookup_table("embedding" if self.config.tied_embeddings else "lm_head")
+        return table.first_outputs(num_rows) if isinstance(table, PackedWeights) else None
 
     def network_on_shared_kv(
-        self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
+        self, definition: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
     ) -> "NativeNetwork":
         return NativeNetwork(
-            compose,
+            definition,
             config,
             weights,
             num_threads=self._shared.num_threads,
@@ -256,27 +258,27 @@ class NativeNetwork(Network):
             kv_source=self,
         )
 
-    def _compose(self, compose: NetworkDefinition) -> None:
-        self.compose = compose
+    def _set_definition(self, definition: NetworkDefinition) -> None:
+        self.definition = definition
         self._programs: dict[SummaryOptions | None, _Program] = {}
         program = self._create_program(None)
-        if TOKEN_IDS in program.inputs:  # a language model; if embeddings are tied, the table is that of lm_head
-            self._embedding: AnyTensor | PackedWeights = self._shared.weights.table("embedding")
-            self._shared.check_files_of(_arrays_of_embedding(self._embedding))
+        if TOKEN_IDS in program.inputs:  # a language model, which looks up embedding rows; with tied embeddings, in the matrix of lm_head
+            self._embedding: AnyTensor | PackedWeights = self._shared.weights.lookup_table("embedding")
+            self._shared.check_truncation_of(_arrays_of_embedding(self._embedding))
         if PER_LAYER_EMBEDDINGS in program.inputs:
-            self._shared.check_files_of(self.weights.source_arrays("layer_embedding.weight"))
+            self._shared.check_truncation_of(self.weights.source_arrays("layer_embedding.weight"))
 
     def _create_program(self, summary: SummaryOptions | None) -> "_Program":
         program = self._record_program(summary)
         self._shared.add_execution(program.execution)
-        self._programs[summary] = program  # assigned last: an interrupt before must not leave a program without a cache
+        self._programs[summary] = program  # stored last, so that an interrupt (Ctrl-C) cannot leave a program without a cache
         return program
 
     def _record_program(self, summary: SummaryOptions | None) -> "_Program":
-        """Record the network. `summary`: what is returned of each row of logits, None = the row. The program has no cache yet."""
+        """Record the network, still without a cache. `summary`: return summaries of logits instead of logits; None = return logits."""
         shared = self._shared
         ops = NativeOps(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
-        results = dict(with_summaries(self.compose, summary)(ops))
+        results = dict(with_summaries(self.definition, summary)(ops))
         if summary is None and TOKEN_IDS in ops.inputs and LOGITS in results:
             block_max = ops.record_block_max(results[LOGITS])
             if block_max is not None:
@@ -292,7 +294,7 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A recorded network: the buffer of each input; buffer, rows and width of each result; and the matrices that adapters can change."""
+    """A recorded network: buffer of each input; buffer, rows and width of each result; names of the matrices that adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
@@ -308,13 +310,13 @@ class _SharedState:
     tables: RotaryTables
     num_threads: int
     kv_cache_dtype: KVCacheDtype
-    adapters: dict[int, NativeAdapter] | None = None  # loaded adapters by number; None = adapters are not supported
+    adapters: dict[int, NativeAdapter] | None = None  # loaded adapters by adapter number; None = adapters are not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
     classifiers: "dict[int, NativeClassifier]" = field(default_factory=dict)  # X-LoRA classifiers by adapter number
     num_xlora_passes: int = 0
-    xlora_program: _Program | None = None  # the network for scaling passes; None = X-LoRA is not enabled
-    files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # files whose mapped weights are read
+    xlora_program: _Program | None = None  # the recorded network for scaling passes; None = X-LoRA is not enabled
+    mapped_files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # weight files, checked for truncation before each pass
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _kv_readers: "list[_SharedState]" = field(default_factory=list)
@@ -330,7 +332,7 @@ class _SharedState:
             reader.set_cache(kv_storage, windows, states)
 
     def add_kv_reader(self, reader: "_SharedState") -> None:
-        """Give a network with other weights the current cache and all later ones."""
+        """Make a network with other weights use this network's cache, also after `set_cache` replaces it."""
         self._kv_readers.append(reader)
         if self._cache is not None:
             reader.set_cache(*self._cache)
@@ -339,12 +341,12 @@ class _SharedState:
         if self._cache is not None:
             execution.set_cache(*self._cache, self.kv_cache_dtype)
         self._executions.append(execution)
-        self.check_files_of(())
+        self.check_truncation_of(())
 
-    def check_files_of(self, arrays: tuple[NDArray[Any], ...]) -> None:
-        """From now on check before each pass that the files of these arrays, if they are mapped, were not truncated."""
+    def check_truncation_of(self, arrays: tuple[NDArray[Any], ...]) -> None:
+        """If these arrays are views of memory-mapped files, check before each later pass that the files were not truncated."""
         self._checked_arrays += arrays
-        self.files = MappedFiles([*self.weights.arrays, *self._checked_arrays])
+        self.mapped_files = MappedFiles([*self.weights.arrays, *self._checked_arrays])
 
 
 def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
@@ -357,7 +359,7 @@ def _arrays_of_embedding(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[
 class KVBlockCodec:
     """Copies rows of storage [arrays_per_layer * layers, num_blocks, K, bytes] uint8 in the layout of kernels/kv_blocks.h.
 
-    Keys of layer i are at 2 * i, values at 2 * i + 1. If a layer has one array (`KVGroup.arrays_per_layer`), it is stored as values are.
+    Keys of layer i are at 2 * i, values at 2 * i + 1. If a layer has one array (`KVGroup.arrays_per_layer`), it has the layout of values.
     Keys are column-major, values row-major. bfloat16 is interleaved in pairs (two columns of keys, two rows of values), int8 keys in quads
     of columns. A float32 scale for each int8 row follows the codes.
     """
@@ -366,12 +368,12 @@ class KVBlockCodec:
     block_size: int
     arrays_per_layer: int = 2
 
-    def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy the keys and values of a row in all layers. `source` and `target`: (block, slot)."""
+    def copy_row(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy the keys and values of one token in all layers. `source` and `target`: (block, slot)."""
         for rows, copies in zip(self.row_views(storage, *source), self.row_views(storage, *target), strict=True):
             copies[...] = rows
 
-    def row_views(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
+    def row_views(self, storage: NDArray[np.uint8], block: int, slot: int) -> Iterator[NDArray[Any]]:
         """Yield views of the keys and of the values of one token, then of their scales if the type is int8."""
         size, item = self.block_size, np.dtype(_NUMPY_TYPES[self.kv_cache_dtype])
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
@@ -379,14 +381,14 @@ class KVBlockCodec:
         codes = storage[:, block, :, : size * columns * item.itemsize].view(item)
         keys, values = (codes[0::2], codes[1::2]) if self.arrays_per_layer == 2 else (codes[:0], codes)
         if self.kv_cache_dtype is KVCacheDtype.BF16:
-            yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
-            yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
+            yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, slot]
+            yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, slot // 2, :, slot % 2]
         else:
             interleaved = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
-            yield keys.reshape(*keys.shape[:2], columns // interleaved, size, interleaved)[:, :, :, row]
-            yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
+            yield keys.reshape(*keys.shape[:2], columns // interleaved, size, interleaved)[:, :, :, slot]
+            yield values.reshape(*values.shape[:2], size, columns)[:, :, slot]
         if scales:
-            results = storage[:, block, :, -scales:].view(np.float32)[..., row]
+            results = storage[:, block, :, -scales:].view(np.float32)[..., slot]
             yield results[0::2]
             yield results[1::2]
 
@@ -402,7 +404,7 @@ class NativeClassifier(Classifier):
             for kind, values in zip(("weight", "bias"), layer, strict=True)
         }
         weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
-        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept, because operations have addresses in it
+        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept: operations have its addresses
         ops = NativeOps(config, self._weights, config)
         value = hidden_states = ops.input(HIDDEN_STATES, config.hidden_size)
         for number in range(len(mixture.classifier)):
@@ -422,10 +424,10 @@ class NativeClassifier(Classifier):
 
 
 def _add_scaling_pass_caches(cache: KVCache) -> list[PagedCache]:
-    """Add to `cache`, for scaling passes, another cache like each of its layer caches. Return the added ones.
+    """For each layer cache of `cache`, add another one for scaling passes. Return the added layer caches.
 
     Raises:
-        CapacityError: they do not fit in memory.
+        CapacityError: the added layer caches do not fit in memory.
     """
     added = list[PagedCache]()
     try:

@@ -34,8 +34,8 @@ _KINDS_SUPER_BLOCKS = {
     (2, True): MatrixKind.PANELS_Q2_K, (3, False): MatrixKind.PANELS_Q3_K, (4, True): MatrixKind.PANELS_Q4_K,
     (5, True): MatrixKind.PANELS_Q5_K, (6, False): MatrixKind.PANELS_Q6_K, (4, False): MatrixKind.PANELS_IQ4_XS,
 }  # fmt: skip
-"""Kinds of K-quants, by bits of a code and whether groups have minimums."""
-_UNSIGNED_ZERO_POINTS = {6: 32}  # by bits of a code: zero point of signed codes after they were made unsigned
+"""Kinds of K-quants and IQ4_XS, by bits of a code and whether groups have minimums."""
+_UNSIGNED_ZERO_POINTS = {6: 32}  # by bits of a code: zero point of signed codes after their conversion to unsigned
 NARROW_KINDS = frozenset(
     (
         MatrixKind.PANELS_4_BITS, MatrixKind.PANELS_4_BITS_MINIMUM, MatrixKind.PANELS_4_BITS_FLOAT16,
@@ -45,11 +45,11 @@ NARROW_KINDS = frozenset(
 """Kinds with codes of at most 6 bits. On some processors, rows are packed differently for them (NARROW_WORDS in kernels/byte_dot.h)."""
 TABLE_KINDS = frozenset((MatrixKind.PANELS_4_BITS_TABLE, MatrixKind.PANELS_4_BITS_TABLE_FLOAT16, MatrixKind.PANELS_IQ4_XS))
 """Kinds whose codes are indices into a table. On some processors, rows are packed differently for them (TABLE_WORDS)."""
-_FLOAT16_TYPES = ("NVFP4", "TQ1_0", "TQ2_0", "Q1_0")  # types with several groups in a block for which float16 holds all scales exactly
-_PANELS_PER_CALL = 16  # panels that a call of the kernels fills
+_FLOAT16_SCALE_TYPES = ("NVFP4", "TQ1_0", "TQ2_0", "Q1_0")  # block types with several groups whose scales are exact in float16
+_PANELS_PER_CALL = 16  # number of panels that one call of the kernels fills
 _GGUF_TYPE_NUMBERS = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
-_LARGE_BYTES = 1 << 25  # mapped pages of larger matrices are released while they are packed
-_FLOAT16_EXPONENTS = (104, 143)  # range of MXFP4's scale bytes e for which float16 holds the scale 2^(e - 128)
+_DROP_PAGES_MIN_BYTES = 1 << 25  # while a larger memory-mapped matrix is packed, its pages are released
+_MXFP4_FLOAT16_EXPONENTS = (104, 143)  # lowest and highest scale byte e of MXFP4 whose scale 2^(e - 128) is exact in float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class PackedWeights:
 
     Attributes:
         data: [panels, bytes of a panel] uint8.
-        outputs, columns: shape of the matrix.
+        outputs, columns: rows and columns of the matrix.
         group_size: columns that share a scale.
         zero_point: subtracted from the codes, which are unsigned.
-        table: [16] the values of the codes (see `GroupedMatrix`), each at least -zero_point; None = codes are not indices into a table.
-        scale_columns: in K-quants, columns that share a float16 scale; in other kinds 0.
+        table: [16] int8, each code is an index into it (see `GroupedMatrix`), and no value is less than -zero_point; None = no table.
+        scale_columns: in K-quants, how many columns share a float16 scale; in other kinds 0.
     """
 
     kind: MatrixKind
@@ -73,27 +73,27 @@ class PackedWeights:
     zero_point: int
     table: NDArray[np.int8] | None = None
     scale_columns: int = 0
-    _record: Matrix = field(init=False, repr=False, compare=False)  # record for `rows`
+    _record: Matrix = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_record", self.matrix(0, None))
+        object.__setattr__(self, "_record", self.matrix_record(0, None))
 
-    def matrix(self, out: int, bias: int | None) -> Matrix:
-        """Return the matrix as a record for the kernels. out: index of the buffer for the products; bias: address, None = no bias."""
+    def matrix_record(self, out: int, bias: int | None) -> Matrix:
+        """Return the record for the kernels. out: number of the value that receives the products; bias: address, None = no bias."""
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
         table = None if self.table is None else self.table.ctypes.data
         sizes = self.outputs, self.columns, self.group_size, self.zero_point
         return Matrix(self.kind, *sizes, out, self.scale_columns, row_bytes, address, None, None, bias, table)
 
     def first_outputs(self, count: int) -> "PackedWeights":
-        """Return a view of the first `count` outputs."""
+        """Return a view of the first `count` outputs (rows)."""
         return replace(self, data=self.data[: -(-count // PANEL_OUTPUTS)], outputs=count)
 
     def rows(self, indices: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the exact values of some rows of the matrix, [len(indices), columns], as `GroupedMatrix.values` computes them."""
         if self.scale_columns:
-            chosen, values = np.array(indices, np.int32), np.empty((len(indices), self.columns), np.float32)
-            kernels().paceline_super_block_rows(self._record, address_of(chosen), len(chosen), address_of(values))
+            row_indices, values = np.array(indices, np.int32), np.empty((len(indices), self.columns), np.float32)
+            kernels().paceline_super_block_rows(self._record, address_of(row_indices), len(row_indices), address_of(values))
             return values
         bits, has_minimums = next((key for key, kind in _KINDS_FLOAT32_SCALES.items() if kind == self.kind), (4, False))
         has_float16, groups = self.kind in _KINDS_FLOAT16_SCALES.values(), self.columns // self.group_size
@@ -117,13 +117,13 @@ class PackedWeights:
 
 
 def pack_weights(matrix: GroupedMatrix, num_threads: int, arena: Arena | None = None) -> PackedWeights:
-    """Return a copy of a matrix in panels. Its groups must have at most MAX_GROUP_SIZE columns."""
-    has_float16 = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _can_be_float16(matrix.scales)
+    """Pack a matrix into panels. A group may have at most MAX_GROUP_SIZE columns."""
+    has_float16 = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _scales_fit_float16(matrix.scales)
     packed = _allocate(matrix, matrix.shape[0], has_float16=has_float16, arena=arena)
     if matrix.super_blocks is not None:
         _fill_super_blocks(packed, matrix, matrix.super_blocks, num_threads)
-        return packed
-    _fill_groups(packed, matrix, num_threads)
+    else:
+        _fill_groups(packed, matrix, num_threads)
     return packed
 
 
@@ -140,7 +140,7 @@ def _fill_groups(packed: PackedWeights, matrix: GroupedMatrix, num_threads: int)
 def _pack_as_groups(blocks: StoredBlocks, packed: PackedWeights, num_threads: int) -> PackedWeights:
     """Fill the panels of a matrix whose GGUF type the kernels cannot read.
 
-    Some rows at a time are converted to integer codes with a scale for each group of columns, which loses nothing.
+    Each call converts some rows, without loss, to integer codes with a scale for each group of columns.
     """
 
     def fill_range(begin: int, end: int) -> None:
@@ -156,14 +156,14 @@ def _pack_as_groups(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
 
 
 def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None = None) -> PackedWeights:
-    """Return a matrix stored in GGUF blocks in panels. The kernels read the blocks of most types directly.
+    """Pack a matrix that is stored in GGUF blocks into panels. The kernels read most block types directly.
 
     Raises:
         CheckpointError: a scale is not finite.
         CapacityError: the panels do not fit in memory.
     """
     (outputs, columns), zero_row = blocks.shape, _groups_of_zero_row(blocks)
-    packed = _allocate(zero_row, outputs, has_float16=_has_float16_scales(blocks, zero_row), arena=arena)
+    packed = _allocate(zero_row, outputs, has_float16=_block_scales_fit_float16(blocks, zero_row), arena=arena)
     if blocks.block_type.name in TYPES_WITHOUT_NATIVE_KERNEL:
         return _pack_as_groups(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
@@ -181,7 +181,7 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
         if result == -2:
             raise CapacityError(f"{blocks.source_name} cannot be packed: out of memory; use a smaller model, or close other programs")
         assert result == -1  # block types that the kernels do not read are handled above
-        if row_order is None and raw.nbytes > _LARGE_BYTES:
+        if row_order is None and raw.nbytes > _DROP_PAGES_MIN_BYTES:
             drop_pages([raw[begin * PANEL_OUTPUTS : end * PANEL_OUTPUTS]])
 
     _fill_panels(packed, fill_range, num_threads)
@@ -189,15 +189,15 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
 
 
 def packed_bytes(blocks: StoredBlocks) -> int:
-    """Return the maximum number of bytes of the panels of `pack_gguf_blocks`, without reading weights."""
+    """Return the most bytes that the panels of `pack_gguf_blocks` may take, without reading weights."""
     zero_row = _groups_of_zero_row(blocks)
-    has_float16 = blocks.block_type.name != "MXFP4" and _has_float16_scales(blocks, zero_row)  # for MXFP4, scales would have to be read
+    has_float16 = blocks.block_type.name != "MXFP4" and _block_scales_fit_float16(blocks, zero_row)  # MXFP4 scales are not read here
     panel = _allocate(zero_row, PANEL_OUTPUTS, has_float16=has_float16)
     return -(-blocks.shape[0] // PANEL_OUTPUTS) * panel.data.nbytes
 
 
 def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: Arena | None = None) -> PackedWeights:
-    """Return panels, not filled yet, for `outputs` outputs with the same columns and groups as `matrix`.
+    """Allocate panels for `outputs` outputs with the same columns and groups as `matrix`.
 
     Args:
         has_float16: store float16 scales.
@@ -220,7 +220,7 @@ def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: 
 
 
 def _sign_bit_mask(matrix: GroupedMatrix) -> int:
-    """Return the mask with which codes must be XORed to be unsigned: 128 for signed bytes, else 0."""
+    """Return the mask whose XOR makes codes unsigned: 128 for signed bytes, else 0."""
     return 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
 
 
@@ -236,19 +236,19 @@ def _fill_panels(packed: PackedWeights, fill_range: Callable[[int, int], object]
     """Call `fill_range(begin, end)` for ranges of panels until all are filled."""
     data = packed.data
 
-    def fill_some(begin: int) -> None:
+    def fill_from(begin: int) -> None:
         fill_range(begin, min(begin + _PANELS_PER_CALL, len(data)))
 
     if num_threads == 1:
         for begin in range(0, len(data), _PANELS_PER_CALL):
-            fill_some(begin)
+            fill_from(begin)
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill_some, range(0, len(data), _PANELS_PER_CALL)))
+            list(pool.map(fill_from, range(0, len(data), _PANELS_PER_CALL)))
 
 
-def _can_be_float16(scales: NDArray[np.float32]) -> bool:
-    """Return whether scales can be stored as float16: it holds them exactly, and a row has an even number (kernels load them in pairs)."""
+def _scales_fit_float16(scales: NDArray[np.float32]) -> bool:
+    """Return whether float16 represents the scales exactly, and rows have an even number of scales: the kernels load them in pairs."""
     if scales.shape[1] % 2:
         return False
     with np.errstate(over="ignore"):
@@ -260,18 +260,18 @@ def _contiguous(array: Any) -> Any:
 
 
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
-    """Return the groups of a row of zeros, which have the shapes and types of the groups of all rows."""
+    """Return a matrix of one row of zeros, whose groups have the shapes and types of those in `blocks`."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
     return StoredBlocks(zeros, blocks.block_type, blocks.source_name, column_run_order=blocks.column_run_order).to_grouped_matrix()
 
 
-def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
-    """Return whether scales can be stored as float16: it holds them exactly, and a row has an even number (kernels load them in pairs)."""
-    if blocks.block_type.name in _FLOAT16_TYPES:
+def _block_scales_fit_float16(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
+    """Return whether the scales of GGUF blocks can be stored as float16 (see `_scales_fit_float16`), without converting the blocks."""
+    if blocks.block_type.name in _FLOAT16_SCALE_TYPES:
         return True
     if blocks.shape[1] // RUN_COLUMNS % 2 or zero_row.group_size != RUN_COLUMNS:
         return False
     if blocks.block_type.name == "MXFP4":
         exponents = (blocks.raw if blocks.row_order is None else blocks.raw[blocks.row_order])[:, :: blocks.block_type.num_bytes]
-        return bool(_FLOAT16_EXPONENTS[0] <= exponents.min() and exponents.max() <= _FLOAT16_EXPONENTS[1])
+        return bool(_MXFP4_FLOAT16_EXPONENTS[0] <= exponents.min() and exponents.max() <= _MXFP4_FLOAT16_EXPONENTS[1])
     return blocks.block_type.num_items == RUN_COLUMNS

@@ -15,23 +15,23 @@ from paceline.runtimes.native.records import Pass
 from paceline.runtimes.native.rotary import PassAngles, RotaryTables
 from paceline.runtimes.native.states import PassStateRecords
 
-_MIN_ARRAY_SIZE = 64
+_MIN_ARRAY_LEN = 64
 _RANGE_FORMAT = Struct("=6i")  # struct format of `records.Range`
 
 
 class PassRecord:
-    """A `Pass` record and its arrays, which are enlarged as needed.
+    """A `Pass` record and the arrays to which it points, which are enlarged as needed.
 
     Args:
         tables: tables of rotary angles; None = the network has no rotary embedding.
 
     Attributes:
-        record: the record, an argument of the kernels.
+        record: the `Pass` struct that is passed to the kernels.
         ranges: [ranges, 6] the fields of each `records.Range`.
         range_of_row, logits_rows, block_tables, masks: arrays of the record, see kernels/native.h.
-        windows: caches of sliding-window layers; the block tables of the first one are set 1 of the record, and so on.
+        windows: caches of sliding-window layers. In `block_tables`, tables of full attention are followed by those of each window cache.
         recurrent: states of recurrent layers; None = the network has none.
-        states: the records of how a pass updates these states.
+        states: records of how a pass updates the recurrent states.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -63,24 +63,24 @@ class PassRecord:
         self._reserve("masks", num_masked)
         record.rows, record.num_logits_rows, record.num_ranges = num_rows, num_logits_rows, num_ranges
         self.logits_rows[:num_logits_rows] = logits_rows.rows
-        table = mask = 0
+        table_offset = mask_offset = 0
         ranges, range_of_row, block_tables = self.ranges.data, self.range_of_row, self.block_tables
         for index, item in enumerate(batch.ranges):
-            end = table + len(item.block_table)
+            table_end = table_offset + len(item.block_table)
             _RANGE_FORMAT.pack_into(
                 ranges, index * _RANGE_FORMAT.size,
-                item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot,
+                item.start, item.num_rows, item.cached_len, table_offset, -1 if item.mask is None else mask_offset, item.first_visible_slot,
             )  # fmt: skip
             range_of_row[item.start : item.start + item.num_rows] = index
-            block_tables[table:end] = item.block_table
-            table = end
+            block_tables[table_offset:table_end] = item.block_table
+            table_offset = table_end
             if item.mask is not None:
-                self.masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
-                mask += item.mask.size
+                self.masks[mask_offset : mask_offset + item.mask.size].reshape(item.mask.shape)[...] = item.mask
+                mask_offset += item.mask.size
         record.blocks_per_table_set = num_blocks if self.windows else 0
         for number, window in enumerate(self.windows, 1):
             self._write_window_tables(window, batch, number * num_blocks)
-        self._sampling = logits_rows.sampling  # must live until the pass has ended
+        self._sampling = logits_rows.sampling  # kept: the record points to this array until the pass ends
         record.sampling = None if logits_rows.sampling is None else logits_rows.sampling.ctypes.data
         for angles in self._angles:
             angles.set_positions(batch.positions)
@@ -95,10 +95,10 @@ class PassRecord:
             begin += len(item.block_table)
 
     def _reserve(self, field: str, size: int) -> None:
-        """Replace an array of the record that has fewer than `size` elements by a longer one."""
+        """Replace an array of the record by a longer one if it has fewer than `size` elements."""
         array: NDArray[Any] = getattr(self, field)
         if size > len(array):
-            setattr(self, field, array[:0])  # so that after an interrupt the array is replaced again
-            longer = np.zeros((max(_MIN_ARRAY_SIZE, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
+            setattr(self, field, array[:0])  # after an interrupt (Ctrl-C) here, the next pass replaces it again
+            longer = np.zeros((max(_MIN_ARRAY_LEN, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
             setattr(self.record, field, longer.ctypes.data)
             setattr(self, field, longer)

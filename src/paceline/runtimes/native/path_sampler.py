@@ -14,8 +14,8 @@ from paceline.sampling.path_sampler import LogitsArray, LogitsView, PathRequest,
 
 _MAX_INT = 2**31 - 1
 _PATH_FORMAT = Struct("=QQqqQQQQQQii")  # struct format of `records.SamplePath`
-_NUM_TOKENS_INDEX = sizeof(SamplePath) // 4 - 1  # where `num_tokens` is if the record is read as int32 numbers
-_MIN_THREADED_FLOATS = 1 << 18  # with fewer floats to read, one thread is faster than several
+_NUM_TOKENS_INDEX = sizeof(SamplePath) // 4 - 1  # index of `num_tokens` if the record is read as int32 numbers
+_MIN_THREADED_FLOATS = 1 << 18  # if fewer floats are read, one thread is faster than several
 _SAMPLING_COST = 4  # time of sampling from a row, relative to its argmax
 
 
@@ -50,23 +50,23 @@ class CompiledBatchPathSampler:
         return CompiledPathSampler(self, options)
 
     def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
-        """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the logits."""
+        """See `BatchPathSampler.sample`. Returns None for every request if the kernels cannot read the layout of the logits."""
         logits, block_max = view
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
         logits_address, row_bytes = _address_of(logits), logits.strides[0]
-        block_max_address = block_max_bytes = 0  # 0: the kernels compute it
+        block_max_address = block_max_bytes = 0  # 0: the kernels compute the maxima of blocks
         if block_max is not None and block_max.shape[1] * BLOCK_COLUMNS >= self.vocab_size and block_max.strides[1] == 4:
             block_max_address, block_max_bytes = _address_of(block_max), block_max.strides[0]
-        sizes = [len(request.token_ids) for request in requests]
+        num_nodes = [len(request.token_ids) for request in requests]
         if _PATH_FORMAT.size * len(requests) > len(self._records):
             self._allocate_records(2 * len(requests))
-        if 2 * sum(sizes) > len(self._trees):
-            self._allocate_trees(4 * sum(sizes))
+        if 2 * sum(num_nodes) > len(self._trees):
+            self._allocate_trees(4 * sum(num_nodes))
         begin = num_floats = 0
         sampler: Any  # a `CompiledPathSampler`
         for index, (sampler, token_ids, parents, seed, sample_index, position, first_row) in enumerate(requests):
-            size = sizes[index]
+            size = num_nodes[index]
             if size > 1:
                 self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
             _PATH_FORMAT.pack_into(
@@ -81,15 +81,15 @@ class CompiledBatchPathSampler:
             )
         num_threads = self._num_threads if num_floats >= _MIN_THREADED_FLOATS else 1
         self._sample_paths(self._records_address, len(requests), num_threads, self._scratch_address, self._scratch.shape[1])
-        return self._read_paths(sizes)
+        return self._read_paths(num_nodes)
 
-    def _read_paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
-        """Return the results of the kernels' last call as paths. sizes: number of nodes of each tree."""
-        results, begin = self._result_tokens[: 2 * sum(sizes)].tolist(), 0
+    def _read_paths(self, num_nodes: Sequence[int]) -> list[SampledPath | None]:
+        """Return the results of the kernels' last call as paths. num_nodes: nodes of each tree."""
+        results, begin = self._result_tokens[: 2 * sum(num_nodes)].tolist(), 0
         paths: list[SampledPath | None] = []
-        for count, size in zip(self._num_tokens[: len(sizes)].tolist(), sizes, strict=True):
-            nodes = begin + size
-            paths.append(SampledPath(results[begin : begin + count], results[nodes : nodes + count - 1]) if count else None)
+        for count, size in zip(self._num_tokens[: len(num_nodes)].tolist(), num_nodes, strict=True):
+            nodes_begin = begin + size
+            paths.append(SampledPath(results[begin : begin + count], results[nodes_begin : nodes_begin + count - 1]) if count else None)
             begin += 2 * size
         return paths
 
@@ -99,13 +99,13 @@ class CompiledBatchPathSampler:
         self._num_tokens = self._records.view(np.int32)[_NUM_TOKENS_INDEX :: _NUM_TOKENS_INDEX + 1]
 
     def _allocate_trees(self, count: int) -> None:
-        """Allocate arrays of `count` int32 numbers for the trees of a call, and for its results."""
+        """Allocate arrays of `count` int32 numbers, one for the trees of a call and one for its results."""
         self._trees, self._result_tokens = np.zeros(count, np.int32), np.zeros(count, np.int32)
         self._trees_address, self._result_address = self._trees.ctypes.data, self._result_tokens.ctypes.data
 
 
 class CompiledPathSampler:
-    """The `PathSampler` of the kernels: the sampling parameters of a request, as a record."""
+    """The `PathSampler` of the kernels: holds the sampling parameters of a request as a C struct."""
 
     __slots__ = ("_options", "batch_sampler", "is_greedy", "options_address")
 

@@ -76,7 +76,7 @@ class Value:
 
 
 class NativeOps:
-    """Records operations on values. Later `buffers.assign_buffers` assigns buffers to the values."""
+    """Records the operations of a network. `buffers.assign_buffers` then assigns buffers to their results."""
 
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, supports_adapters: bool = False
@@ -89,15 +89,15 @@ class NativeOps:
         self._weights = weights
         self._states = StateLayout.for_layers(self._cache_config.recurrent_layers)
         self.values: list[Value] = []
-        self.inputs: dict[str, Value] = {}  # the caller of a pass must write them before it
+        self.inputs: dict[str, Value] = {}  # by name; the caller writes these values before each pass
         self.operations: list[Operation] = []
         self._supports_adapters = supports_adapters
-        self.sites: list[tuple[str, ...]] = []  # see `adapters.AdapterSiteNames`
+        self.sites: list[tuple[str, ...]] = []  # matrix names of each adapter site, see `adapters.AdapterSiteNames`
         self._num_summaries = 0
-        self._result_widths: dict[int, int] = {}  # width of the result, for values whose rows also contain scratch memory
+        self._result_widths: dict[int, int] = {}  # by value number: width of the result, if rows also contain scratch memory
 
     def result_width(self, value: Value) -> int:
-        """Return how many floats of a row of the value are the result. The others are scratch memory of the operation."""
+        """Return how many floats at the start of each row of the value are results. The others are scratch memory of the operation."""
         return self._result_widths.get(value.index, value.width)
 
     def new_value(self, width: int, rows: RowSelection = RowSelection.ALL) -> Value:
@@ -105,7 +105,7 @@ class NativeOps:
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
-        """Return an input of the network. `NativeNetwork` looks up its rows before the pass."""
+        """Return an input value; `NativeNetwork` looks up the embedding rows before the pass."""
         return self.input(TOKEN_IDS, self._config.hidden_size)
 
     def per_layer_embedding(self, name: str) -> Value:
@@ -127,26 +127,27 @@ class NativeOps:
         return joined
 
     def summarize(self, logits: Value, options: SummaryOptions) -> Value:
-        columns, ids = min(options.columns, logits.width), None
+        columns, ids = min(options.num_columns, logits.width), None
         if options.target_ids is not None:
             ids = (c_int32 * (columns + LANES))(*options.target_ids[:columns].tolist())
         operation = SummarizeOperation(
-            x=logits.index, width=logits.width, summary_index=self._num_summaries, columns=columns, count=options.count, target_ids=ids
-        )
+            x=logits.index, width=logits.width, summary_index=self._num_summaries, columns=columns, count=options.num_top_tokens,
+            target_ids=ids,
+        )  # fmt: skip
         self._num_summaries += 1
-        out = self._append(operation, logits, kernels().paceline_summary_floats(columns, options.count))
-        self._result_widths[out.index] = 2 + 2 * options.count
+        out = self._append(operation, logits, kernels().paceline_summary_floats(columns, options.num_top_tokens))
+        self._result_widths[out.index] = 2 + 2 * options.num_top_tokens
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         return self._record_products(x, names, names)
 
     def _record_products(self, x: Value, names: Sequence[str], adapter_names: Sequence[str]) -> tuple[Value, ...]:
-        """Record products of x with the matrices `names`. adapter_names: their names in LoRA adapters."""
+        """Record products of x with the matrices `names`. adapter_names: names of the same matrices in LoRA adapters."""
         outs = []
         by_packing: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
         for name, own in zip(names, adapter_names, strict=True):
-            matrix = self._weights.matrix(name, len(self.values))
+            matrix = self._weights.matrix_record(name, len(self.values))
             outs.append(self.new_value(matrix.outputs, x.rows))
             by_packing.setdefault(self._packing_key(matrix), []).append((matrix, own))
         for (packing, *_), pairs in by_packing.items():
@@ -161,7 +162,7 @@ class NativeOps:
         return tuple(outs)
 
     def record_block_max(self, logits: Value) -> Value | None:
-        """Let the product for `logits` also compute the maximum of each BLOCK_COLUMNS logits; None = it is not a single product."""
+        """Make the product that computes `logits` also compute block maxima. Return None if more than one product computes `logits`."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
                 block_max = self.new_value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
@@ -169,8 +170,8 @@ class NativeOps:
                 return block_max
         return None
 
-    def head_products(self, x: Value, name: str, num_heads: int, tails: Value | None = None) -> Value:
-        matrices = self._weights.matrices([f"{name}.{head}" for head in range(num_heads)], len(self.values))
+    def head_products(self, x: Value, name: str, num_heads: int, appended: Value | None = None) -> Value:
+        matrices = self._weights.matrix_records([f"{name}.{head}" for head in range(num_heads)], len(self.values))
         keys = {self._packing_key(matrix) for matrix in matrices}
         (outputs,) = {matrix.outputs for matrix in matrices}
         packing = next(iter(keys))[0]
@@ -178,9 +179,9 @@ class NativeOps:
             raise ConfigError(
                 f"the matrices {name}.* have different formats, or are quantised with {outputs} rows, which is no multiple of 16"
             )
-        tail = 0 if tails is None else tails.width // num_heads
+        tail = 0 if appended is None else appended.width // num_heads
         operation = HeadsOperation(
-            x=x.index, tails=-1 if tails is None else tails.index, heads=num_heads, tail_columns=tail, packing=packing,
+            x=x.index, tails=-1 if appended is None else appended.index, heads=num_heads, tail_columns=tail, packing=packing,
             matrices=(Matrix * num_heads)(*matrices),
         )  # fmt: skip
         return self._append(operation, x, num_heads * (outputs + tail))
@@ -199,19 +200,21 @@ class NativeOps:
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
         layout, name = self._states.layers[layer], f"layers.{layer}.conv"
-        bias = self._weights.vector(name + ".bias") if self._weights.has_tensor(name + ".bias") else None
+        bias = self._weights.vector_address(name + ".bias") if self._weights.has_tensor(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
             conv_offset=layout.conv_offset, record_offset=layout.record_offset,
-            weight=self._weights.transposed(name + ".weight"), bias=bias,
+            weight=self._weights.transposed_address(name + ".weight"),
+            bias=bias,
         )  # fmt: skip
         return self._append(operation, x)
 
-    def block_convolution(self, x: Value, added: Value, convolution: BlockConvolution, name: str, side: int) -> Value:
+    def block_convolution(self, x: Value, kernel_deltas: Value, convolution: BlockConvolution, name: str, kernel_index: int) -> Value:
         size = convolution.kernel_size
         operation = BlockConvolutionOperation(
-            x=x.index, added=added.index, width=x.width, added_width=added.width, added_offset=side * (added.width // 2), kernel_size=size,
-            group=convolution.group_size, base=self._weights.vector(name + ".weight") + 4 * side * size * x.width,
+            x=x.index, added=kernel_deltas.index, width=x.width, added_width=kernel_deltas.width, kernel_size=size,
+            added_offset=kernel_index * (kernel_deltas.width // 2),
+            group=convolution.group_size, base=self._weights.vector_address(name + ".weight") + 4 * kernel_index * size * x.width,
         )  # fmt: skip
         return self._append(operation, x)
 
@@ -240,7 +243,7 @@ class NativeOps:
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
             layer=kv_layer, block_table_set=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
             is_causal=attention.is_causal, latent_size=attention.latent_size, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
-            sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
+            sinks=self._weights.vector_address(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
@@ -278,9 +281,9 @@ class NativeOps:
         return self.scale(x, self._weights.scalar(name + ".weight"))
 
     def scale_columns(self, x: Value, name: str) -> Value:
-        return self._record_gate(x, None, _ACTIVATIONS[Activation.NONE], weight=self._weights.vector(name + ".weight"))
+        return self._record_gate(x, None, _ACTIVATIONS[Activation.NONE], weight=self._weights.vector_address(name + ".weight"))
 
-    def mix(self, y: Value, x: Value, weights: Value | None, num_streams: int, *, offset: float = 0.0, first: int = 0) -> Value:
+    def mix_streams(self, y: Value, x: Value, weights: Value | None, num_streams: int, *, offset: float = 0.0, first: int = 0) -> Value:
         width = y.width // num_streams
         operation = MixOperation(
             x=x.index, y=y.index, weights=-1 if weights is None else weights.index, width=width, inputs=x.width // width,
@@ -304,7 +307,7 @@ class NativeOps:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
     def _record_gate(self, gate: Value, up: Value | None, activation: int, *, weight: int | None = None, **parameters: float) -> Value:
-        """Record activation(gate) * up; up None = activation(gate), times the vector at the address `weight` if given."""
+        """Record activation(gate) * up. If `up` is None, record activation(gate), multiplied by the vector at address `weight` if given."""
         parameters, like = {**dict.fromkeys(("slope", "limit", *XIELU_PARAMETERS), 0.0), **parameters}, up or gate
         operation = GatedOperation(
             x=gate.index, up=-1 if up is None else up.index, width=like.width, activation=activation, group=like.width // gate.width,
@@ -316,7 +319,7 @@ class NativeOps:
         self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int, epsilon: float | None = None, is_centered: bool = False
     ) -> Value:
         config = self._config
-        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
+        weight = None if name is None else self._weights.vector_address(name + ".weight", exact=config.has_norm_offset)
         has_bias = name is not None and self._weights.has_tensor(name + ".bias")
         operation = NormOperation(
             x=x.index,
@@ -326,12 +329,12 @@ class NativeOps:
             weighted_heads=weighted_heads,
             is_centered=is_centered,
             weight=weight,
-            bias=self._weights.vector(f"{name}.bias") if has_bias else None,
+            bias=self._weights.vector_address(f"{name}.bias") if has_bias else None,
         )
         return self._append(operation, x)
 
     def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, layout, prefix = mixer.state_shape, self._states.layers[layer], f"layers.{layer}."
+        state, layout, prefix, vector = mixer.state_shape, self._states.layers[layer], f"layers.{layer}.", self._weights.vector_address
         prepared = self.new_value(
             4 * state.key_width + state.value_width + 2 * (state.num_heads + CHECKPOINT_INTERVAL * state.num_key_heads)
         )
@@ -342,15 +345,15 @@ class NativeOps:
             is_delta=isinstance(mixer, GatedDeltaConfig), matrices_offset=layout.matrices_offset,
             keys_offset=layout.record_offset + mixer.channels, prepared_floats=prepared.width, min_step=min_step, max_step=max_step,
             beta_scale=mixer.beta_scale if isinstance(mixer, GatedDeltaConfig) else 1.0,
-            decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
-            skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
+            decay=vector(prefix + "decay.weight", exact=True), bias=vector(prefix + "decay.bias", exact=True),
+            skip=vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
         )  # fmt: skip
         return self._append(operation, x, state.value_width)
 
     def _record_routing(self, logits: Value, routing: ExpertRouting, prefix: str) -> Value:
-        """Record the choice of each row's experts. The result is `Routes` of kernels/native.h."""
+        """Record the router's choice of experts for each row. The result is `Routes` of kernels/native.h."""
         correction, scales = (
-            self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
+            self._weights.vector_address(f"{prefix}router.{name}", exact=True) if exists else None
             for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_expert_scales))
         )
         operation = RouteOperation(
@@ -365,13 +368,13 @@ class NativeOps:
         """Record the products of each row with matrices of its experts. Results have a row for each pair of a row and an expert.
 
         Args:
-            is_per_pair: whether x has a row for each pair; otherwise it has one for each row of the pass.
-            names: names of the matrices, with a placeholder for the index of the expert.
+            is_per_pair: whether x has a row for each pair of a row and an expert, or one for each row of the pass.
+            names: names of the matrices, with `{}` for the index of the expert.
         """
         outs: list[Value] = []
         by_packing: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
         for name in names:
-            matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
+            matrices = self._weights.matrix_records([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
             packings = {self._packing_key(matrix) for matrix in matrices}
             if len(packings) > 1:
                 raise ConfigError(f"the experts' matrices {name.format('*')} have different formats: quantise all of them the same way")
@@ -390,16 +393,16 @@ class NativeOps:
         return tuple(outs)
 
     def _packing_key(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return what the packing of input rows for a matrix depends on. Matrices with equal keys use the same packed rows.
+        """Return a key of how input rows are packed for a matrix. Matrices with equal keys use the same packed rows.
 
         Rows are rounded to 8 bits for matrices in panels, and to bfloat16 for bfloat16 matrices if that is the compute type.
         """
         if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
-        return (Packing.BF16 if self._weights.round_to is WeightType.BF16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
+        return (Packing.BF16 if self._weights.compute_type is WeightType.BF16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
 
     def _append(self, operation: Operation, like: Value, width: int | None = None) -> Value:
-        """Append an operation on the rows of `like` and return its result. width None = that of `like`."""
+        """Append an operation whose result has the rows of `like`, and its width unless `width` is given. Return the result."""
         return self._append_to(operation, self.new_value(like.width if width is None else width, like.rows))
 
     def _append_to(self, operation: Operation, out: Value) -> Value:

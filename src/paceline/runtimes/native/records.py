@@ -15,7 +15,7 @@ MatrixKind = IntEnum(
     "PANELS_Q4_K PANELS_Q5_K PANELS_Q6_K PANELS_Q2_K PANELS_Q3_K PANELS_IQ4_XS",
     start=0,
 )
-"""How a matrix is stored: row by row, as floats or 8-bit codes, or in panels; see kernels/native.h."""
+"""How a matrix is stored: row by row (floats or 8-bit codes), or in panels; see kernels/native.h."""
 
 PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PANELS"))
 
@@ -26,7 +26,7 @@ OperationCode = IntEnum(
     "CONVOLUTION STATE BLOCK_CONVOLUTION HEADS MIX GAUSSIAN_TOP_K MATCH_RMS",
     start=0,
 )
-"""Numbers of the kinds of operations, as in kernels/native.h."""
+"""Numbers of the operations in kernels/native.h."""
 
 
 class Packing(IntEnum):
@@ -47,7 +47,7 @@ class KVKind(IntEnum):
 
 
 PHASES = 3
-"""Phases of an operation in which threads claim pieces of work, see kernels/work.h."""
+"""An operation has up to this many phases. Threads claim pieces of work in each, see kernels/work.h."""
 
 CHECKPOINT_INTERVAL = 8
 """Recurrent states are stored only after a multiple of this number of rows of a sequence."""
@@ -103,8 +103,8 @@ class Operation(Structure):
 
     Attributes:
         CODE: the kind of operation.
-        INPUTS: names of fields with values that are read: first value numbers, after `assign_buffers` buffer numbers.
-        OUTPUTS: names of fields with values that are written. A scratch value is in INPUTS and OUTPUTS.
+        INPUTS: names of the fields that contain numbers of values to read (after `assign_buffers`, numbers of buffers).
+        OUTPUTS: names of the fields that contain numbers of values to write. A scratch value is in INPUTS and OUTPUTS.
     """
 
     CODE: ClassVar[OperationCode]
@@ -135,7 +135,7 @@ LinearOperation = _operation(
 )
 """Products of the rows x with matrices that have the same number of columns and the same packing.
 
-adapter_site: index among the operations that LoRA adapters can change, -1 = none can. block_max: buffer for the maximum of each
+adapter_site: index of the adapter site (see adapters.py), -1 = LoRA adapters cannot change it. block_max: buffer for the maximum of each
 BLOCK_COLUMNS results of a row, -1 = not computed."""
 
 NormOperation = _operation(
@@ -151,15 +151,15 @@ AttentionOperation = _operation(
     "int32 q k v heads kv_heads head_size layer block_table_set window is_causal latent_size; float scale soft_cap; pointer sinks",
     inputs="q k v",
 )
-"""Write keys and values to a layer of the cache, and attention to it.
+"""Write keys and values of a layer to the cache, then compute attention to the cache.
 
-k = v = -1: nothing is written; q = -1: keys and values are only written. window, soft_cap: 0 = none. block_table_set: index of its
-set of block tables. is_causal: masks of ranges are ignored. latent_size: leading columns of a key that are its value (v = k); 0 = none."""
+k = v = -1: nothing is written; q = -1: no attention is computed. window, soft_cap: 0 = none. block_table_set: index of the layer's set
+of block tables. is_causal: masks of ranges are ignored. latent_size: leading columns of a key that are its value (v = k); 0 = none."""
 
 GatedOperation = _operation(
     "GATED", "int32 x up width activation group; float slope limit alpha_p alpha_n beta eps; pointer weight", inputs="x up"
 )
-"""activation(x) * up, each value of x for `group` adjacent columns of `up`; up -1 = activation(x) * weight, weight None = ones.
+"""activation(x) * up, where each value of x multiplies `group` adjacent columns of `up`. up -1: activation(x) * weight; None = ones.
 
 activation: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (slope, limit), 3 sigmoid, 4 none, 5 ReLU, 6 xIELU (alpha_p, alpha_n, beta, eps)."""
 
@@ -258,7 +258,7 @@ ColumnsOperation = _operation("COLUMNS", "int32 x x_width begin width", inputs="
 """Columns [begin, begin + width) of x."""
 
 SummarizeOperation = _operation("SUMMARIZE", "int32 x width summary_index columns count; int32* target_ids", inputs="x")
-"""Summarise rows of logits, see `SummaryOptions`. summary_index: index among the network's summaries."""
+"""Summarise rows of logits, see `SummaryOptions`. summary_index: index among the summaries of the network."""
 
 
 class Range(Structure):
@@ -283,13 +283,13 @@ class SamplePath(Structure):
 
 
 class StateStep(Structure):
-    """A step of updating a recurrent state, see kernels/native.h."""
+    """A step that computes a recurrent state and the rows that start from it, see kernels/native.h."""
 
     _fields_ = _fields("int32 from_state to_state path first_row num_rows first_save num_saves")
 
 
 class StateSave(Structure):
-    """A place to which a recurrent state is copied, and after how many rows; see kernels/native.h."""
+    """Where a recurrent state is copied to, and after how many rows; see kernels/native.h."""
 
     _fields_ = _fields("pointer state; int64 count")
 

@@ -9,44 +9,44 @@ from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.runtimes.base import FloatArray, IntArray
 
 MIN_POSITIONS = 256
-"""Positions for which angles are always computed."""
+"""Number of positions for which angles are computed at load."""
 
 
 class RotaryTables:
     """Tables of cos and sin, times the attention factor and temperature, for each of `config.rope_variants`.
 
-    They begin with few positions and are extended as needed, because a model may allow millions. This does not change the bits of any row.
+    The tables are extended when a pass needs larger positions, because a model may allow millions. Extension does not change existing rows.
 
     Args:
-        limit: the largest position. At least MIN_POSITIONS are allowed, which the tests at load need.
+        max_position: the largest position. If less than MIN_POSITIONS, that many are allowed, as the tests at load need them.
 
     Attributes:
         cos_sin: for each variant cos and sin, each [positions, R / 2] float32, contiguous. A new list whenever the tables are extended.
     """
 
-    def __init__(self, config: ModelConfig, limit: int) -> None:
-        self._limit = max(limit, MIN_POSITIONS)
+    def __init__(self, config: ModelConfig, max_position: int) -> None:
+        self._max_position = max(max_position, MIN_POSITIONS)
         self._ropes = [(rope, *inverse_frequencies(rope, head_size)) for rope, head_size in config.rope_variants]
-        self.cos_sin = self._compute(0, min(MIN_POSITIONS, self._limit) + 1)
+        self.cos_sin = self._compute_tables(0, min(MIN_POSITIONS, self._max_position) + 1)
 
     def extend_to(self, position: int) -> None:
         """Extend the tables to include `position`.
 
         Raises:
-            IndexError: the position is larger than the limit, or negative.
+            IndexError: the position is larger than `max_position`, or negative.
         """
         begin = len(self.cos_sin[0][0])
         if 0 <= position < begin:
             return
-        if not 0 <= position <= self._limit:
-            raise IndexError(f"position {position} is beyond {self._limit}, the last one that was prepared for")
-        added = self._compute(begin, min(1 << position.bit_length(), self._limit + 1))
+        if not 0 <= position <= self._max_position:
+            raise IndexError(f"position {position} is not in the range 0 to {self._max_position}")
+        added = self._compute_tables(begin, min(1 << position.bit_length(), self._max_position + 1))
         self.cos_sin = [
             (np.concatenate([cos, more_cos]), np.concatenate([sin, more_sin]))
             for (cos, sin), (more_cos, more_sin) in zip(self.cos_sin, added, strict=True)
         ]
 
-    def _compute(self, begin: int, end: int) -> list[tuple[FloatArray, FloatArray]]:
+    def _compute_tables(self, begin: int, end: int) -> list[tuple[FloatArray, FloatArray]]:
         positions = np.arange(begin, end, dtype=np.int64)
         tables = []
         for rope, frequencies, factor in self._ropes:
@@ -57,9 +57,9 @@ class RotaryTables:
 
 
 class PassAngles:
-    """Sets the addresses of the rotary angles of a pass, for one of `config.rope_variants`.
+    """Writes the addresses of the rotary angles of a pass's rows, for one of `config.rope_variants`.
 
-    If positions are consecutive, the kernels read the tables; otherwise the rows are copied to another array.
+    If positions are consecutive, the addresses are in the tables; otherwise rows of the tables are copied to another array.
 
     Args:
         cos, sin: ctypes arrays of addresses; `set_positions` writes element `index`.
@@ -77,7 +77,7 @@ class PassAngles:
         """Set the addresses for rows with these positions.
 
         Raises:
-            IndexError: a position is larger than the limit of the tables.
+            IndexError: a position is larger than `max_position` of the tables.
         """
         count, values = len(positions), positions.tolist()
         if count and (last := max(values)) >= self._num_positions:
@@ -90,7 +90,7 @@ class PassAngles:
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
         if count > len(self._copied_rows[0]):
-            self._copied_rows = [table[:0] for table in self._tables]  # so that after an interrupt arrays are allocated again
+            self._copied_rows = [table[:0] for table in self._tables]  # after an interrupt (Ctrl-C), the next pass allocates again
             longer = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
             self._copied_addresses = [array.ctypes.data for array in longer]
             self._copied_rows = longer
@@ -99,7 +99,7 @@ class PassAngles:
         self._cos[self._index], self._sin[self._index] = self._copied_addresses
 
     def _read_tables(self) -> None:
-        self._num_positions = 0  # so that after an interrupt the tables are read again
+        self._num_positions = 0  # after an interrupt (Ctrl-C), the next pass reads again
         self._tables = self._rotary_tables.cos_sin[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
         self._row_bytes = self._tables[0].strides[0]

@@ -21,7 +21,7 @@ class PassStateRecords:
     """The `StateRange` records of a pass, and the arrays to which they point.
 
     Attributes:
-        num_temporary_states: maximum number of temporary states that are needed at the same time.
+        num_temporary_states: most temporary states that exist at the same time.
     """
 
     def __init__(self) -> None:
@@ -29,19 +29,19 @@ class PassStateRecords:
         self._arrays: list[object] = []
 
     def make_records(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
-        """Write the C structs that tell the kernels where the states of a pass's sequences are; return the address of the first."""
+        """Write a `StateRange` record for each range of the batch and return the address of the first."""
         ranges = np.empty(len(batch.ranges) * _RANGE_FORMAT.size, np.uint8)
         arrays: list[object] = [ranges]
         num_temporary_states = 0
         for index, item in enumerate(batch.ranges):
             update = recurrent.plan_update(item.sequence_id)
-            if len(update.row_records) != item.num_rows:  # the kernels would read beyond the arrays
-                raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.row_records)}: reserve the rows that run")
+            if len(update.row_records) != item.num_rows:  # else the kernels would read beyond the array
+                raise RuntimeError(f"a range has {item.num_rows} rows, {len(update.row_records)} are reserved: reserve all rows")
             save_counts = tuple(end for end, _ in update.saved_states)
             schedule = plan_state_schedule(len(update.pending_records), update.num_applied_rows, item.parents(), save_counts)
             num_temporary_states = max(num_temporary_states, schedule.num_temporary_states)
             records = np.array([*update.pending_records, *update.row_records], np.int32)
-            saves = np.array([(state.ctypes.data, count) for count, state in update.saved_states], np.int64)  # `records.StateSave` each
+            saves = np.array([(state.ctypes.data, count) for count, state in update.saved_states], np.int64)  # `records.StateSave`
             arrays += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE_FORMAT.pack_into(
@@ -57,19 +57,19 @@ class PassStateRecords:
 
 @dataclass(frozen=True, slots=True)
 class StateSchedule:
-    """The steps in which the rows of a range run, and from which states.
+    """The steps in which the kernels compute the rows of a range, and the states from which the steps start.
 
     Pending rows are committed rows that the stored state does not include yet. A node is a row of the range, or -2 - i for pending row i.
 
     Attributes:
-        parents: [num_rows] the node before each row; -1 = the last pending row.
-        order: [num_rows] the rows, those of a step next to one another.
+        parents: [num_rows] the parent of each row; -1 = the last pending row.
+        order: [num_rows] the rows, grouped by step.
         ancestors: [num_rows, CHECKPOINT_INTERVAL] the earlier nodes on a row's path that the state of its step does not include, oldest
             first, padded with -1.
-        paths: [num_paths, CHECKPOINT_INTERVAL] the nodes that a step adds to a state.
+        paths: [num_paths, CHECKPOINT_INTERVAL] the nodes whose updates a step applies to a state.
         steps: [num_steps, 7] the fields of each `records.StateStep`.
-        num_temporary_states: maximum number of temporary states that are needed at the same time.
-        addresses: addresses of the arrays, in this order.
+        num_temporary_states: most temporary states that exist at the same time.
+        addresses: addresses of the five arrays, in the order above.
     """
 
     parents: IntArray
@@ -87,29 +87,29 @@ class StateSchedule:
 
 @lru_cache(maxsize=512)
 def plan_state_schedule(num_pending: int, num_applied: int, parents: tuple[int, ...], save_counts: tuple[int, ...]) -> StateSchedule:
-    """Return the schedule of a range. The stored state must include a multiple of CHECKPOINT_INTERVAL rows of the sequence.
+    """Return the schedule of a range whose stored state includes a multiple of CHECKPOINT_INTERVAL rows of the sequence.
 
     Args:
         num_pending: number of pending rows.
-        num_applied: the first pending rows, which are added to the stored state; a multiple of CHECKPOINT_INTERVAL.
-        parents: the row before each row; -1 = the last pending row.
-        save_counts: after how many pending and new rows the state is copied; multiples of CHECKPOINT_INTERVAL.
+        num_applied: how many of the first pending rows are added to the stored state; a multiple of CHECKPOINT_INTERVAL.
+        parents: the parent of each row; -1 = the last pending row.
+        save_counts: the state is copied after each of these numbers of pending and new rows; multiples of CHECKPOINT_INTERVAL.
     """
-    return _Planner(num_pending, num_applied, parents, save_counts).schedule()
+    return _SchedulePlanner(num_pending, num_applied, parents, save_counts).schedule()
 
 
-class _Planner:
+class _SchedulePlanner:
     """Computes a schedule. In this class node 0 is the first pending row, the rows of the range follow, and -1 is the stored state.
 
-    After every CHECKPOINT_INTERVAL nodes of a path, the state is computed. All rows that continue from the same state run together. The
-    `base` of a row is the last node that its state includes.
+    A state is computed after every CHECKPOINT_INTERVAL nodes of a path. The `base` of a row is the last node that the state it starts from
+    includes. Rows with the same base run in the same steps.
     """
 
     def __init__(self, num_pending: int, num_applied: int, parents: tuple[int, ...], save_counts: tuple[int, ...]) -> None:
         self._num_pending, self._num_applied, self._save_counts = num_pending, num_applied, save_counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
-        self._earlier_nodes: list[list[int]] = []  # by node: the nodes on the path from its base to itself
+        self._earlier_nodes: list[list[int]] = []  # by node: the nodes between its base and itself
         for parent in self._parents:
             is_first = parent < 0 or len(self._earlier_nodes[parent]) == CHECKPOINT_INTERVAL - 1
             self._bases.append(parent if is_first else self._bases[parent])
@@ -134,8 +134,8 @@ class _Planner:
         self._add_row_steps(base, source)
         pending_bases = self._next_bases(base, source, 0)
         while pending_bases:  # depth-first
-            base, source, free = pending_bases.pop()
-            pending_bases += self._next_bases(base, *self._add_base_steps(base, source, free))
+            base, source, next_free = pending_bases.pop()
+            pending_bases += self._next_bases(base, *self._add_base_steps(base, source, next_free))
         ancestors = np.full((num_rows, CHECKPOINT_INTERVAL), NO_NODE, np.int32)
         for row in range(num_rows):
             earlier = self._earlier_nodes[self._num_pending + row]
@@ -146,19 +146,19 @@ class _Planner:
             self._num_temporary_states,
         )  # fmt: skip
 
-    def _next_bases(self, base: int, source: int, free: int) -> list[tuple[int, int, int]]:
-        """Return (base, location of its start state, next free number) of the bases that continue from `base`, in reverse order.
+    def _next_bases(self, base: int, source: int, next_free: int) -> list[tuple[int, int, int]]:
+        """Return (base, location of its start state, next free temporary state) of the bases after `base`, in reverse order.
 
-        The last one that is computed may overwrite the temporary state of `base`.
+        The base that is computed last may overwrite the temporary state of `base`.
         """
         children = self._children.get(base, [])
-        return [(child, source, free - (not number and source >= 0)) for number, child in enumerate(reversed(children))]
+        return [(child, source, next_free - (not number and source >= 0)) for number, child in enumerate(reversed(children))]
 
-    def _add_base_steps(self, base: int, source: int, free: int) -> tuple[int, int]:
-        """Append the steps that compute the state of `base` from that in `source`, and run the rows that continue from it.
+    def _add_base_steps(self, base: int, source: int, next_free: int) -> tuple[int, int]:
+        """Append the steps that compute the state of `base` from the state in `source`, and then the rows that start from it.
 
         Returns:
-            Where the state is (number of a temporary state, IN_PLACE or NOT_STORED), and the next free number.
+            Where the state is (number of a temporary state, IN_PLACE or NOT_STORED), and the next free temporary state.
         """
         rows = self._rows.get(base, [])
         saves = [number for number, count in enumerate(self._save_counts) if count - 1 == base]
@@ -166,26 +166,26 @@ class _Planner:
         if base < self._num_applied:
             to = IN_PLACE
         elif saves or len(rows) > CHECKPOINT_INTERVAL or self._children.get(base):
-            to = free
-            self._num_temporary_states = max(self._num_temporary_states, free + 1)
+            to = next_free
+            self._num_temporary_states = max(self._num_temporary_states, next_free + 1)
         self._paths.append(self._kernel_nodes([*self._earlier_nodes[base], base]))
         self._add_row_steps(base, source, to, len(self._paths) - 1)
         if saves:
             index = len(self._steps) - max(1, -(-len(rows) // CHECKPOINT_INTERVAL))
             self._steps[index][_FIRST_SAVE:] = [saves[0], len(saves)]
-        return to, free + (to >= 0)
+        return to, next_free + (to >= 0)
 
     def _add_row_steps(self, base: int, source: int, to: int = NOT_STORED, path: int = NO_PATH) -> None:
-        """Append the steps of the rows that continue from the state of `base`. The first step computes that state with `path`."""
+        """Append the steps of the rows that start from the state of `base`. The first step computes that state along `path`."""
         rows = self._rows.get(base, [])
         for first in range(0, max(len(rows), path != NO_PATH), CHECKPOINT_INTERVAL):
-            part = rows[first : first + CHECKPOINT_INTERVAL]
-            self._steps.append([source, to, path, len(self._order), len(part), 0, 0])
-            self._order += [node - self._num_pending for node in part]
+            nodes = rows[first : first + CHECKPOINT_INTERVAL]
+            self._steps.append([source, to, path, len(self._order), len(nodes), 0, 0])
+            self._order += [node - self._num_pending for node in nodes]
             if path != NO_PATH:
                 source, to, path = to, NOT_STORED, NO_PATH
 
     def _kernel_nodes(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
-        """Return nodes as the kernels number them (`StateSchedule`). is_parent: a pending row is -1."""
+        """Convert to the node numbers of `StateSchedule`. is_parent: number all pending rows -1."""
         first = self._num_pending
         return [node - first if node >= first else NO_NODE if is_parent else -2 - node for node in nodes]

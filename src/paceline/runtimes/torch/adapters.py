@@ -17,10 +17,10 @@ class TorchAdapter:
     """A LoRA or X-LoRA adapter on a device.
 
     Attributes:
-        products: down [rank, in] and up [out, rank] by the internal name of the matrix that they update.
+        low_rank: down [rank, in] and up [out, rank] by internal name of the matrix to which up @ down is added.
         biases: bias [out] by internal name.
-        saved: matrices that replace those of the target, by internal name.
-        columns: X-LoRA: for each matrix the columns [rank] of a row's scalings that multiply the outputs of `down`; LoRA: empty.
+        replacements: matrices that replace those of the target (PEFT's modules_to_save), by internal name.
+        scaling_indices: X-LoRA: for each matrix, [rank] indices into a row's scalings, which multiply the outputs of `down`; LoRA: empty.
         classifier: X-LoRA: computes scalings; LoRA: None.
     """
 
@@ -28,37 +28,37 @@ class TorchAdapter:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self.products = {name: (tensor(update.lora_a), tensor(update.lora_b)) for name, update in network_adapter.low_rank_updates.items()}
+        self.low_rank = {name: (tensor(update.lora_a), tensor(update.lora_b)) for name, update in network_adapter.low_rank_updates.items()}
         self.biases = {name: tensor(values) for name, values in network_adapter.biases.items()}
-        self.saved = {name: tensor(values) for name, values in network_adapter.replacements.items()}
+        self.replacements = {name: tensor(values) for name, values in network_adapter.replacements.items()}
         mixture = network_adapter.mixture
         self.classifier = None if mixture is None else TorchClassifier(mixture, device)
-        columns = {} if mixture is None else mixture.scaling_indices
-        self.columns = {name: torch.from_numpy(indices.astype("int64")).to(device) for name, indices in columns.items()}
+        scaling_indices = {} if mixture is None else mixture.scaling_indices
+        self.scaling_indices = {name: torch.from_numpy(indices.astype("int64")).to(device) for name, indices in scaling_indices.items()}
 
     def apply_to_product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y = x W^T after the adapter is applied, in float32.
+        """Return y with the adapter applied, in float32, where y = x W^T for a matrix W of the target.
 
         Args:
             name: internal name of W.
-            scalings: [rows, L * K] for X-LoRA; None for LoRA.
+            scalings: [rows, layers * adapters] for X-LoRA; None for LoRA.
         """
-        result = x @ self.saved[name].T if name in self.saved else y
-        if name in self.products:
-            down, up = self.products[name]
+        result = x @ self.replacements[name].T if name in self.replacements else y
+        if name in self.low_rank:
+            down, up = self.low_rank[name]
             reduced = x @ down.T
             if scalings is not None:
-                reduced = reduced * scalings[:, self.columns[name]]
+                reduced = reduced * scalings[:, self.scaling_indices[name]]
             result = result + reduced @ up.T
         return result + self.biases[name] if name in self.biases else result
 
     def apply_to_embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return embedding rows of `token_ids` after the adapter is applied, in float32. rows: those of the target, not scaled yet."""
-        if EMBEDDING in self.saved:
-            return self.saved[EMBEDDING][token_ids]
-        if EMBEDDING not in self.products:
+        """Return embedding rows with the adapter applied, in float32. `rows`: the target's rows of `token_ids`, not scaled yet."""
+        if EMBEDDING in self.replacements:
+            return self.replacements[EMBEDDING][token_ids]
+        if EMBEDDING not in self.low_rank:
             return rows
-        down, up = self.products[EMBEDDING]
+        down, up = self.low_rank[EMBEDDING]
         return rows + down[:, token_ids].T @ up.T
 
 
@@ -89,8 +89,8 @@ class _AdapterRows:
     scalings: torch.Tensor | None
 
 
-class AdaptedRows:
-    """Applies the adapters of the rows of a pass.
+class BatchAdapters:
+    """Applies to each row of a pass the adapter of the row.
 
     Args:
         adapters: loaded adapters by number.
@@ -114,25 +114,25 @@ class AdaptedRows:
         ]
 
     def apply_to_products(
-        self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...], chosen: torch.Tensor | None = None
+        self, x: torch.Tensor, names: Sequence[str], products: tuple[torch.Tensor, ...], pass_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return products of x after the adapter of each row is applied.
+        """Return products of x with the adapter of each row applied.
 
         Args:
-            names, outs: internal names of the matrices, and the products with them without adapters.
-            chosen: indices of the rows of the pass that x has; None = all.
+            names, products: internal names of the matrices, and the products of x with them, which are overwritten.
+            pass_rows: index in the pass of each row of x; None = x has all rows.
         """
         for own in self._adapter_rows:
-            changed = [pair for pair in zip(names, outs, strict=True) if pair[0] in own.adapter.products or pair[0] in own.adapter.biases]
+            changed = [one for one in zip(names, products, strict=True) if one[0] in own.adapter.low_rank or one[0] in own.adapter.biases]
             if not changed:
                 continue
-            rows = own.rows if chosen is None else torch.isin(chosen, own.rows).nonzero().flatten()
-            for name, out in changed:
-                out[rows] = own.adapter.apply_to_product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
-        return outs
+            rows = own.rows if pass_rows is None else torch.isin(pass_rows, own.rows).nonzero().flatten()
+            for name, product in changed:
+                product[rows] = own.adapter.apply_to_product(name, x[rows].float(), product[rows].float(), own.scalings).to(product.dtype)
+        return products
 
     def apply_to_logits(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits after the adapter of each row is applied. x: the rows of logits before `lm_head`."""
+        """Return logits with the adapter of each row applied. x: input of `lm_head`."""
         for own in self._adapter_rows:
             logits[own.logits_rows] = own.adapter.apply_to_product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
         return logits

@@ -1,6 +1,6 @@
-"""Attention over the paged cache: an implementation that is easy to read, and a padded one for CUDA that tests compare with it.
+"""Attention over the paged cache: a simple implementation, and a padded one for CUDA, which tests compare with the simple one.
 
-An object is made for each pass and called for each layer, after the keys and values of the pass were written to the cache.
+Each pass creates an object and calls it for each layer, after the keys and values of the pass were written to the cache.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ def visible_slots(rows: RowRange, window: int | None = None, *, is_causal: bool 
     """Return the attention mask of a range, [num_rows, cached_len + num_rows], True = may attend.
 
     Args:
-        window: attend only to the last `window` allowed rows, not counting later rows that a mask may allow; None = to all.
+        window: a row attends only to the last `window` rows that the mask allows, itself included; later rows do not count. None = all.
         is_causal: ignore the mask of the range.
     """
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)
-    mask[:, : rows.first_slot] = False
+    mask[:, : rows.first_visible_slot] = False
     mask[:, rows.cached_len :] = np.tri(rows.num_rows, dtype=np.bool_) if rows.mask is None or is_causal else rows.mask
     if window is not None:
         before = mask & np.tri(*mask.shape, rows.cached_len, dtype=np.bool_)
@@ -59,7 +59,7 @@ def masked_attention(
 
 
 class RangeAttention:
-    """Computes one range after another: gather its cache blocks, then masked attention."""
+    """Attention that computes one range after another: gather the cache blocks of the range, then masked attention."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
@@ -77,8 +77,8 @@ class RangeAttention:
 
         Args:
             q: queries [T, H, D].
-            keys, values: those of the layer, [num_blocks, K, block_size, D]. Values may be smaller than keys.
-            sinks: [H] attention sinks (gpt-oss): the score of a key that has no value; None = no sinks.
+            keys, values: cache of the layer, [num_blocks, K, block_size, D]. D may be smaller for values.
+            sinks: [H] attention sinks (gpt-oss), scores that take part in the softmax only; None = no sinks.
         """
         key = config.window, config.is_causal
         if key not in self._masks:
@@ -101,7 +101,7 @@ class RangeAttention:
 
 
 class PaddedAttention:
-    """Computes all ranges together, padded to the longest: few kernel launches, but padding is computed, too."""
+    """Attention that computes all ranges in one call, padded to the longest: few kernel launches, but padding takes time."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges

@@ -33,14 +33,14 @@ from paceline.runtimes.xlora import Inputs, Scalings, check_supports_xlora, chec
 
 
 class TorchNetwork(Network):
-    """A network whose `compose` function is called in each pass.
+    """A network that calls its `definition` with tensors in each pass.
 
-    Torch chooses kernels by shapes, so the bits of a row depend on the number of rows: numerics are FAST.
+    Torch selects kernels by shape, so the bits of a row depend on the number of rows: numerics are FAST.
     """
 
     def __init__(
         self,
-        compose: NetworkDefinition,
+        definition: NetworkDefinition,
         config: ModelConfig,
         weights: Weights,
         *,
@@ -52,9 +52,9 @@ class TorchNetwork(Network):
         Args:
             device: "cpu" or "cuda"; a weight is copied to it when it is first used.
             weight_type: type of weights, cache and computation.
-            kv_source: network whose keys and values are read; None = the network has its own.
+            kv_source: network whose keys and values the attention layers read; None = the network has its own cache.
         """
-        self.config, self.compose, self.weights = config, compose, weights
+        self.config, self.definition, self.weights = config, definition, weights
         self.capabilities = Capabilities(Numerics.FAST, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.for_layers(config.recurrent_layers)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=torch.device(device), norms_in_float32=config.has_norm_offset)
@@ -91,7 +91,7 @@ class TorchNetwork(Network):
             cache.add_layer_cache(own)
 
     def _allocate_kv_storage(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
-        """Allocate keys and values of `num_blocks` blocks. Return their caches, and `kv_arrays_of_layers`."""
+        """Allocate keys and values of `num_blocks` blocks. Return the caches and the result of `kv_arrays_of_layers`."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
             caches = [
@@ -122,16 +122,16 @@ class TorchNetwork(Network):
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
         shared.num_passes += 1
-        if not batch.ranges:  # a network without attention, for which slots do not matter
+        if not batch.ranges:  # a network without attention does not use cache slots
             batch = ForwardBatch(batch.positions, (RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
         with torch.inference_mode():
             classifiers = {number: own.classifier for number, own in shared.adapters.items() if own.classifier is not None}
             scalings = compute_scalings(classifiers, inputs, batch, self._run_scaling_pass)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
             ops = self._new_ops(self._cache_shared.kv_storage, states, inputs, batch, logits_rows, scalings)
-            results = _Results(with_summaries(self.compose, logits_rows.summary)(ops))
+            results = _LazyResults(with_summaries(self.definition, logits_rows.summary)(ops))
             states.finish()
-            results.fetch(LOGITS if logits_rows.summary is None else SUMMARY)
+            results.copy_to_cpu(LOGITS if logits_rows.summary is None else SUMMARY)
             return ForwardOutput(results)
 
     def _new_ops(
@@ -143,17 +143,17 @@ class TorchNetwork(Network):
         logits_rows: LogitsRows,
         scalings: Scalings,
     ) -> TorchOps:
-        """Return the blocks of one pass that uses the keys and values in `kv_storage`."""
+        """Return the operations of one pass, whose attention uses the keys and values in `kv_storage`."""
         shared = self._shared
         attention_type = RangeAttention if shared.weights.device.type == "cpu" else PaddedAttention
         attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
         return TorchOps(self.config, shared.weights, kv_storage, attention, states, inputs, batch, logits_rows, shared.adapters, scalings)
 
     def _run_scaling_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> torch.Tensor:
-        """Run the scaling pass, with its own keys and values, and return hidden states (`runtimes/xlora.py`)."""
+        """Run an X-LoRA scaling pass, which has its own keys and values, and return hidden states; see `runtimes/xlora.py`."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
         self._shared.num_xlora_passes += 1
-        return self.compose(self._new_ops(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
+        return self.definition(self._new_ops(self._shared.xlora_kv_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
         check_xlora_enabled(self, adapter)
@@ -172,35 +172,35 @@ class TorchNetwork(Network):
             return _to_numpy(scaled_embeddings(F.embedding(ids, weights.weight("embedding")), self.config))
 
     def network_on_shared_kv(
-        self, compose: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
+        self, definition: NetworkDefinition, config: ModelConfig, weights: Weights, *, max_model_len: int
     ) -> "TorchNetwork":
-        """See `Network`. The other network has the device and the type of this one."""
-        can = self.capabilities
-        return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
+        """See `Network`. The other network has the device and compute type of this network."""
+        device, weight_type = self.capabilities.device, self.capabilities.weight_type
+        return TorchNetwork(definition, config, weights, device=device, weight_type=weight_type, kv_source=self)
 
-    def network_with_same_weights(self, compose: NetworkDefinition) -> "TorchNetwork":
+    def network_with_same_weights(self, definition: NetworkDefinition) -> "TorchNetwork":
         other = copy(self)
-        other.compose = compose
+        other.definition = definition
         return other
 
 
-class _Results(Mapping[str, FloatArray]):
+class _LazyResults(Mapping[str, FloatArray]):
     """The results of a pass by name. A result is copied from the device when it is first read."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
-        self._fetched: dict[str, FloatArray] = {}
+        self._copied: dict[str, FloatArray] = {}
 
-    def fetch(self, kind: str) -> None:
-        """Copy results from the device now, so that the time of the pass includes it. kind: the first part of their names."""
+    def copy_to_cpu(self, prefix: str) -> None:
+        """Copy the results `prefix` and `prefix.*` now, so that the measured time of the pass includes the copy."""
         for name in self._values:
-            if name.split(".")[0] == kind:
+            if name.split(".")[0] == prefix:
                 self[name]
 
     def __getitem__(self, name: str) -> FloatArray:
-        if name not in self._fetched:
-            self._fetched[name] = _to_numpy(self._values[name])
-        return self._fetched[name]
+        if name not in self._copied:
+            self._copied[name] = _to_numpy(self._values[name])
+        return self._copied[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

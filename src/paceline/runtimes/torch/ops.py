@@ -30,7 +30,7 @@ from paceline.runtimes.base import ForwardBatch, LogitsRows
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.embedding import per_layer_row_indices
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
-from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
+from paceline.runtimes.torch.adapters import BatchAdapters, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import TorchWeights
@@ -44,14 +44,14 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.NONE: lambda gate: gate,
 }
 
-# constants of SplitMix64 (`sampling/noise.py`) as int64, whose products overflow as those of uint64 do
+# constants of SplitMix64 (`sampling/noise.py`) as int64: int64 products wrap around like uint64 products
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class TorchOps:
-    """The operations of one pass. Rows have the type of the weights."""
+    """Computes the operations of one pass. Rows have the type of the weights."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class TorchOps:
         self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
         self._logits_rows = torch.from_numpy(logits_rows.rows.astype(np.int64)).to(device)
         self._sampling = None if logits_rows.sampling is None else logits_rows.sampling.reshape(-1)
-        self._num_summarized = 0  # number of rows of logits that were summarised before
+        self._num_summarized = 0  # rows of logits that `summarize` has summarised in this pass
         self._batch = batch
-        self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
+        self._adapters = BatchAdapters(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
         self._cos_and_sin: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class TorchOps:
     def embedding(self, name: str) -> torch.Tensor:
         token_ids = self._inputs[TOKEN_IDS]
         rows = F.embedding(token_ids, self._weights.weight(name))
-        return scaled_embeddings(self._adapted.apply_to_embedding(token_ids, rows), self._config)
+        return scaled_embeddings(self._adapters.apply_to_embedding(token_ids, rows), self._config)
 
     def per_layer_embedding(self, name: str) -> torch.Tensor:
         """See `Ops`. The table is not loaded; only the needed rows are read."""
@@ -109,11 +109,11 @@ class TorchOps:
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
         return self._linear(x, names)
 
-    def head_products(self, x: torch.Tensor, name: str, num_heads: int, tails: torch.Tensor | None = None) -> torch.Tensor:
+    def head_products(self, x: torch.Tensor, name: str, num_heads: int, appended: torch.Tensor | None = None) -> torch.Tensor:
         heads = _split_heads(x, num_heads)
         products = [F.linear(heads[:, head], self._weights.weight(f"{name}.{head}")) for head in range(num_heads)]
         out = torch.stack(products, dim=1)
-        return (out if tails is None else torch.cat((out, _split_heads(tails, num_heads)), dim=-1)).flatten(-2)
+        return (out if appended is None else torch.cat((out, _split_heads(appended, num_heads)), dim=-1)).flatten(-2)
 
     def rms_norm(self, x: torch.Tensor, name: str, epsilon: float | None = None) -> torch.Tensor:
         """See `Ops`. x / rms(x) is computed in float32, and converted to the type of x before or after the product with the weight."""
@@ -163,15 +163,17 @@ class TorchOps:
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
         return self._states.convolution(x, layer, self._weights)
 
-    def block_convolution(self, x: torch.Tensor, added: torch.Tensor, convolution: BlockConvolution, name: str, side: int) -> torch.Tensor:
+    def block_convolution(
+        self, x: torch.Tensor, kernel_deltas: torch.Tensor, convolution: BlockConvolution, name: str, kernel_index: int
+    ) -> torch.Tensor:
         size = convolution.kernel_size
-        base = self._weights.weight(name).reshape(2, size, -1)[side]
-        kernels = added.reshape(len(x), 2, size, -1)[:, side].repeat_interleave(convolution.group_size, dim=-1) + base
-        earlier = torch.from_numpy(np.concatenate([np.arange(rows.num_rows) for rows in self._batch.ranges])).to(x.device)
+        base = self._weights.weight(name).reshape(2, size, -1)[kernel_index]
+        kernels = kernel_deltas.reshape(len(x), 2, size, -1)[:, kernel_index].repeat_interleave(convolution.group_size, dim=-1) + base
+        index_in_range = torch.from_numpy(np.concatenate([np.arange(rows.num_rows) for rows in self._batch.ranges])).to(x.device)
         result = kernels[:, 0] * x
-        for tap in range(1, min(size, len(x))):
-            before = torch.roll(x, tap, 0) * (earlier >= tap)[:, None]
-            result = result + kernels[:, tap] * before
+        for distance in range(1, min(size, len(x))):
+            earlier = torch.roll(x, distance, 0) * (index_in_range >= distance)[:, None]
+            result = result + kernels[:, distance] * earlier
         return result
 
     def delta_rule(self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int) -> torch.Tensor:
@@ -202,11 +204,11 @@ class TorchOps:
         routing = mlp.routing
         correction = self._weights.vector(f"{prefix}router.correction") if routing.has_correction_bias else None
         scales = self._weights.vector(f"{prefix}router.scales") if routing.has_expert_scales else None
-        chosen, weights = _choose_experts(logits, routing, correction, scales)
+        experts, weights = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
-        for expert in torch.unique(chosen).tolist():
+        for expert in torch.unique(experts).tolist():
             expert_prefix = f"{prefix}experts.{expert}."
-            rows, positions = torch.where(chosen == expert)
+            rows, positions = torch.where(experts == expert)
             *gates, up = self._linear(
                 x[rows], (*([expert_prefix + "gate_proj"] if mlp.expert.has_gate else []), expert_prefix + "up_proj"), rows
             )
@@ -227,7 +229,7 @@ class TorchOps:
     def scale_columns(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * self._weights.weight(name)
 
-    def mix(
+    def mix_streams(
         self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, num_streams: int, *, offset: float = 0.0, first: int = 0
     ) -> torch.Tensor:
         streams = _split_heads(y, num_streams)
@@ -241,14 +243,14 @@ class TorchOps:
         return F.relu(x - cutoff)
 
     def match_rms(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        own, wanted = (rows.square().mean(-1, keepdim=True) for rows in (x, like))
-        return x * wanted.sqrt() / own.clamp(min=1e-5).sqrt()
+        mean_square, target = (rows.square().mean(-1, keepdim=True) for rows in (x, like))
+        return x * target.sqrt() / mean_square.clamp(min=1e-5).sqrt()
 
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._adapted.apply_to_logits(x, F.linear(x, self._weights.weight(name), self._bias(name)).float())
+        return self._adapters.apply_to_logits(x, F.linear(x, self._weights.weight(name), self._bias(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return torch.tanh(x / cap) * cap
@@ -256,11 +258,11 @@ class TorchOps:
     def _bias(self, name: str) -> torch.Tensor | None:
         return self._weights.vector(f"{name}.bias").to(self._weights.dtype) if self._weights.has_tensor(f"{name}.bias") else None
 
-    def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Return products after adapters are applied. chosen: indices of the rows of the pass that x has; None = all."""
+    def _linear(self, x: torch.Tensor, names: tuple[str, ...], pass_rows: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Return products after adapters are applied. pass_rows: index in the pass of each row of x; None = x has all rows."""
         fused = self._weights.fused(names)
         outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
-        return self._adapted.apply_to_products(x, names, outs, chosen)
+        return self._adapters.apply_to_products(x, names, outs, pass_rows)
 
 
 def _choose_experts(
@@ -270,8 +272,8 @@ def _choose_experts(
 
     Args:
         logits: the router's logits [T, experts].
-        correction: [experts] added to scores to choose experts, but not to weigh them; None = nothing.
-        scales: [experts] factors of the weights; None = 1.
+        correction: [experts] bias added to scores for the choice of experts only, not for the weights; None = no bias.
+        scales: [experts] factors by which the weights are multiplied; None = 1.
     """
     scores = logits.float().softmax(dim=-1) if routing.scoring is RouterScoring.SOFTMAX else logits.float().sigmoid()
     selection_scores = scores if correction is None else scores + correction
@@ -287,7 +289,7 @@ def _choose_experts(
 
 
 def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """Return scores with -inf outside the chosen groups: those whose largest scores, one or two, have the largest sum."""
+    """Return scores with -inf outside the best groups, which have the largest sums of their `scores_per_group` largest scores."""
     groups = selection_scores.reshape(len(selection_scores), routing.num_groups, -1)
     sums = groups.topk(min(routing.scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_selected_groups]
@@ -334,12 +336,12 @@ def _slots_of_rows(batch: ForwardBatch, block_size: int, device: torch.device) -
 
 
 def summarize_logits(logits: torch.Tensor, options: SummaryOptions, sampling: RowSampling | None) -> torch.Tensor:
-    """Return summaries [R, 2 + 2 * count] of rows of logits [R, V], as kernels/summary.c does; see `decode_summaries`.
+    """Return summaries [R, 2 + 2 * num_top_tokens] of rows of logits [R, V], as kernels/summary.c does; see `decode_summaries`.
 
     Args:
         sampling: `SAMPLING_DTYPE` [R]; None = no token is sampled.
     """
-    columns = min(options.columns, logits.shape[1])
+    columns = min(options.num_columns, logits.shape[1])
     scores = logits[:, :columns].float()
     ids = torch.arange(columns, device=logits.device)
     if options.target_ids is not None:
@@ -351,15 +353,15 @@ def summarize_logits(logits: torch.Tensor, options: SummaryOptions, sampling: Ro
         scores = scores / torch.where(is_sampled, temperatures, 1.0)[:, None]
         keys = torch.from_numpy(sampling["key"].view(np.int64).copy()).to(logits.device)
         sampled = torch.where(is_sampled, ids[_gumbel_scores(scores, keys, ids).argmax(dim=1)], sampled)
-    log_sum = scores.logsumexp(dim=1)
-    values, best = _top_n(scores, options.count)
+    log_sum_exp = scores.logsumexp(dim=1)
+    values, best = _top_n(scores, options.num_top_tokens)
     token_ids = torch.where(values > -torch.inf, ids[best], -1)
     numbers = torch.cat((sampled[:, None], token_ids), dim=1).to(torch.int32).view(torch.float32)
-    return torch.cat((log_sum[:, None], numbers[:, :1], values, numbers[:, 1:]), dim=1)
+    return torch.cat((log_sum_exp[:, None], numbers[:, :1], values, numbers[:, 1:]), dim=1)
 
 
 def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest scores [R, count] and their columns, of equal ones the lower column first."""
+    """Return the `count` largest scores of each row and their columns [R, count]; equal scores are ordered by column."""
     remaining = scores.clone()
     columns = []
     for _ in range(count):
@@ -367,7 +369,7 @@ def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
         remaining.scatter_(1, columns[-1], -torch.inf)
     best = torch.cat(columns, dim=1)
     is_first = torch.ones_like(best, dtype=torch.bool)
-    for rank in range(1, count):  # when all remaining scores are -inf, argmax returns a column again
+    for rank in range(1, count):  # argmax repeats a column if all remaining scores are -inf
         is_first[:, rank] = (best[:, :rank] != best[:, rank : rank + 1]).all(dim=1)
     return torch.where(is_first, scores.gather(1, best), -torch.inf), best
 

@@ -16,7 +16,7 @@ _L2_EPS = 1e-6
 
 
 class RecurrentPass:
-    """Computes the recurrent layers of one pass from the states of its sequences."""
+    """Computes the recurrent layers of one pass, starting from the stored states of its sequences."""
 
     def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
         self._layout, self._cache, self._ranges = layout, cache, ranges
@@ -26,54 +26,54 @@ class RecurrentPass:
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
         layout, name = self._layout.layers[layer], f"layers.{layer}.conv"
         bias = weights.vector(name + ".bias") if weights.has_tensor(name + ".bias") else None
-        part = _Convolution(layout, x.float(), weights.vector(name + ".weight"), bias)
-        self._run(part)
-        return (part.out if isinstance(layout.mixer, ShortConvConfig) else F.silu(part.out)).to(x.dtype)
+        recurrence = _Convolution(layout, x.float(), weights.vector(name + ".weight"), bias)
+        self._run_recurrence(recurrence)
+        return (recurrence.out if isinstance(layout.mixer, ShortConvConfig) else F.silu(recurrence.out)).to(x.dtype)
 
     def delta_rule(
         self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int, weights: TorchWeights
     ) -> torch.Tensor:
-        state, num_rows = mixer.state_shape, len(x)
-        q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
-        q, k = (_l2_normalized(part.reshape(num_rows, state.num_key_heads, -1)) for part in (q, k))
+        shape, num_rows = mixer.state_shape, len(x)
+        q, k, v = torch.split(x.float(), [shape.key_width, shape.key_width, shape.value_width], dim=-1)
+        q, k = (_l2_normalized(tensor.reshape(num_rows, shape.num_key_heads, -1)) for tensor in (q, k))
         gate = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * gate)
-        values = v.reshape(num_rows, state.num_heads, -1)
-        part = _Matrices(
+        values = v.reshape(num_rows, shape.num_heads, -1)
+        recurrence = _Matrices(
             self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, mixer.beta_scale * torch.sigmoid(b.float())
         )
-        self._run(part)
-        return part.out.flatten(-2).to(x.dtype)
+        self._run_recurrence(recurrence)
+        return recurrence.out.flatten(-2).to(x.dtype)
 
     def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int, weights: TorchWeights) -> torch.Tensor:
-        state, num_rows = mixer.state_shape, len(x)
-        values, k, q = torch.split(x.float(), [state.value_width, state.key_width, state.key_width], dim=-1)
-        values = values.reshape(num_rows, state.num_heads, -1)
-        k, q = (part.reshape(num_rows, state.num_key_heads, -1) for part in (k, q))
+        shape, num_rows = mixer.state_shape, len(x)
+        values, k, q = torch.split(x.float(), [shape.value_width, shape.key_width, shape.key_width], dim=-1)
+        values = values.reshape(num_rows, shape.num_heads, -1)
+        k, q = (tensor.reshape(num_rows, shape.num_key_heads, -1) for tensor in (k, q))
         steps = F.softplus(dt.float() + weights.vector(f"layers.{layer}.decay.bias")).clamp(*mixer.dt_limits)
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * steps)
-        part = _Matrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
-        self._run(part)
+        recurrence = _Matrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
+        self._run_recurrence(recurrence)
         skip_connection = weights.vector(f"layers.{layer}.skip.weight")[:, None] * values
-        return (part.out + skip_connection).flatten(-2).to(x.dtype)
+        return (recurrence.out + skip_connection).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Store the states to which this pass has added committed rows (`StateUpdate.num_applied_rows`)."""
-        for part, value, state in self._updated_states:
-            part.write(value, state)
+        """Write back the stored states, updated by committed rows (`StateUpdate.num_applied_rows`)."""
+        for recurrence, state, stored in self._updated_states:
+            recurrence.store_state(state, stored)
         for update in self._updates.values():
             update.has_run[0] = 1
 
-    def _run(self, part: "_Convolution | _Matrices") -> None:
+    def _run_recurrence(self, recurrence: "_Convolution | _Matrices") -> None:
         for rows in self._ranges:
             update = self._planned_update(rows.sequence_id)
-            value = part.copy_from(update.state)
+            state = recurrence.load_state(update.state)
             for count, record in enumerate(update.pending_records, 1):
-                value = part.replay(value, update.records[record])
+                state = recurrence.replay_row(state, update.records[record])
                 if count == update.num_applied_rows:
-                    self._updated_states.append((part, value, update.state))
-                _save_states(part, value, count, update)
-            _run_rows(part, value, rows, update)
+                    self._updated_states.append((recurrence, state, update.state))
+                _save_states(recurrence, state, count, update)
+            _run_rows(recurrence, state, rows, update)
 
     def _planned_update(self, sequence_id: int) -> StateUpdate:
         if self._cache is None:
@@ -83,63 +83,63 @@ class RecurrentPass:
         return self._updates[sequence_id]
 
 
-def _run_rows(part: "_Convolution | _Matrices", committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
+def _run_rows(recurrence: "_Convolution | _Matrices", committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
     """Run the rows of a range, each from the state of its parent. A state is freed when no later row needs it."""
     parents = rows.parents()
     last_child = {parent: row for row, parent in enumerate(parents)}
     states = {-1: committed}
     for row, parent in enumerate(parents):
         record = update.row_records[row]
-        value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
-        _save_states(part, value, len(update.pending_records) + row + 1, update)
+        state = recurrence.compute_row(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
+        _save_states(recurrence, state, len(update.pending_records) + row + 1, update)
         if last_child[parent] == row:
             del states[parent]
         if row in last_child:
-            states[row] = value
+            states[row] = state
 
 
-def _save_states(part: "_Convolution | _Matrices", value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state to all places that keep the state after `count` rows (`StateUpdate.saves`)."""
-    for end, state in update.saved_states:
+def _save_states(recurrence: "_Convolution | _Matrices", state: torch.Tensor, count: int, update: StateUpdate) -> None:
+    """Write the state to each of `update.saved_states` that is a state after `count` rows."""
+    for end, stored in update.saved_states:
         if end == count:
-            part.write(value, state)
+            recurrence.store_state(state, stored)
 
 
 class _Convolution:
-    """A causal convolution. Its part of a layer's recurrent state is the last inputs [kernel_size - 1, C], oldest first.
+    """A causal convolution, whose state is the last inputs [kernel_size - 1, C], oldest first. `_Matrices` has the same methods.
 
-    The methods are those of `_Matrices`, too: `value` is the part as a tensor, and a row of the pass or a committed row updates it.
+    `stored` is the stored recurrent state of a layer, which contains the states of the convolution and of the matrices.
     """
 
     def __init__(self, layout: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._layout, self._x, self._weight, self._bias = layout, x, weight.T, bias
         self.out = torch.empty_like(x)
 
-    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of this part of a stored state; None = the state before the first token, zeros."""
+    def load_state(self, stored: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of the state in `stored`; None = zeros, the state before the first token."""
         shape = self._layout.mixer.kernel_size - 1, self._layout.mixer.channels
-        return self._x.new_zeros(shape) if state is None else self._view(state).reshape(shape).clone()
+        return self._x.new_zeros(shape) if stored is None else self._view_state(stored).reshape(shape).clone()
 
-    def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
-        self._view(state)[:] = value.flatten()
+    def store_state(self, state: torch.Tensor, stored: torch.Tensor) -> None:
+        self._view_state(stored)[:] = state.flatten()
 
-    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """Return the value after a committed row, which is computed from the replay record of the row."""
-        return torch.cat((value, self._input(record)[None]))[1:]
+    def replay_row(self, state: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        """Return the state after a committed row, computed from the replay record of the row."""
+        return torch.cat((state, self._view_input(record)[None]))[1:]
 
-    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """Return the value after a row of the pass. Also stores the output of the row, and its replay record if it has one."""
-        inputs = torch.cat((value, self._x[row][None]))
+    def compute_row(self, state: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+        """Return the state after a row of the pass. Store the output of the row and, if `record` is given, its replay record."""
+        inputs = torch.cat((state, self._x[row][None]))
         convolved = (inputs * self._weight).sum(0)
         self.out[row] = convolved if self._bias is None else convolved + self._bias
         if record is not None:
-            self._input(record)[:] = self._x[row]
+            self._view_input(record)[:] = self._x[row]
         return inputs[1:]
 
-    def _view(self, state: torch.Tensor) -> torch.Tensor:
-        return state[self._layout.conv_offset : self._layout.conv_offset + self._layout.conv_size]
+    def _view_state(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored[self._layout.conv_offset : self._layout.conv_offset + self._layout.conv_size]
 
-    def _input(self, record: torch.Tensor) -> torch.Tensor:
+    def _view_input(self, record: torch.Tensor) -> torch.Tensor:
         return record[self._layout.record_offset : self._layout.record_offset + self._layout.mixer.channels]
 
 
@@ -167,44 +167,44 @@ class _Matrices:
         self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
         self.out = torch.empty_like(values)
 
-    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
+    def load_state(self, stored: torch.Tensor | None) -> torch.Tensor:
         sizes = self._sizes
-        if state is None:
+        if stored is None:
             return self._values.new_zeros(sizes.num_heads, sizes.rows, sizes.columns)
-        return self._view(state).permute(0, 2, 1, 3).flatten(2)[..., : sizes.columns].clone()
+        return self._view_state(stored).permute(0, 2, 1, 3).flatten(2)[..., : sizes.columns].clone()
 
-    def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
-        view = self._view(state)
-        padded = F.pad(value, (0, view.shape[1] * view.shape[3] - value.shape[2]))
-        view[:] = padded.reshape(*value.shape[:2], view.shape[1], view.shape[3]).permute(0, 2, 1, 3)
+    def store_state(self, state: torch.Tensor, stored: torch.Tensor) -> None:
+        view = self._view_state(stored)
+        padded = F.pad(state, (0, view.shape[1] * view.shape[3] - state.shape[2]))
+        view[:] = padded.reshape(*state.shape[:2], view.shape[1], view.shape[3]).permute(0, 2, 1, 3)
 
-    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        key, update, decay = self._fields(record)
-        return _add_outer_product(value * decay[:, None, None], self._repeat_for_heads(key), update)
+    def replay_row(self, state: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        key, update, decay = self._view_fields(record)
+        return _add_outer_product(state * decay[:, None, None], self._repeat_for_heads(key), update)
 
-    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+    def compute_row(self, state: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
         key, update, decay = self._repeat_for_heads(self._keys[row]), self._values[row], self._decays[row]
-        value = value * decay[:, None, None]
+        state = state * decay[:, None, None]
         if self._rates is not None:
-            update = self._rates[row, :, None] * (update - _multiply_key(key, value))
-        value = _add_outer_product(value, key, update)
-        self.out[row] = _multiply_key(self._repeat_for_heads(self._queries[row]), value)
+            update = self._rates[row, :, None] * (update - _multiply_key(key, state))
+        state = _add_outer_product(state, key, update)
+        self.out[row] = _multiply_key(self._repeat_for_heads(self._queries[row]), state)
         if record is not None:
-            for field, number in zip(self._fields(record), (self._keys[row], update, decay), strict=True):
+            for field, number in zip(self._view_fields(record), (self._keys[row], update, decay), strict=True):
                 field[:] = number
-        return value
+        return state
 
     def _repeat_for_heads(self, key: torch.Tensor) -> torch.Tensor:
         """Return `key` [key_heads, rows] repeated for the heads that share it, [heads, rows]."""
         return key.repeat_interleave(self._sizes.num_heads // self._sizes.num_key_heads, dim=0)
 
-    def _view(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the matrices of a stored state as a view [heads, blocks, rows, columns of a block]."""
+    def _view_state(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the matrices in `stored` as a view [heads, blocks, rows, columns of a block]."""
         layout = self._layout
-        matrices = state[layout.matrices_offset : layout.matrices_offset + layout.matrices_size]
+        matrices = stored[layout.matrices_offset : layout.matrices_offset + layout.matrices_size]
         return matrices.view(self._sizes.num_heads, layout.num_blocks, self._sizes.rows, layout.block_columns)
 
-    def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _view_fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of the key [key_heads, rows], update [heads, columns] and decay [heads] in a replay record."""
         sizes, begin = self._sizes, self._layout.record_offset + self._layout.mixer.channels
         fields = record[begin : begin + sizes.key_width + sizes.value_width + sizes.num_heads]

@@ -25,11 +25,11 @@ class FusedLinear:
 
 
 class TorchWeights:
-    """Returns weights as tensors, and keeps them for later calls. Raises CapacityError if the device has too little memory.
+    """Returns weights as tensors and caches the tensors. Raises CapacityError if the device has too little memory.
 
     Args:
         dtype: type of matrices and norm weights. Other vectors are float32.
-        norms_in_float32: norm weights are float32 instead.
+        norms_in_float32: norm weights are float32, not `dtype`.
     """
 
     def __init__(self, weights: Weights, *, dtype: torch.dtype, device: torch.device, norms_in_float32: bool) -> None:
@@ -51,27 +51,27 @@ class TorchWeights:
         """Return whether there is a tensor with this internal name."""
         return self._weights.has_tensor(name)
 
-    def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
+    def rows(self, name: str, row_indices: NDArray[np.int32]) -> torch.Tensor:
         """Return rows of a matrix. Only these rows are copied to the device."""
-        return torch.from_numpy(self._weights.read_rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
+        return torch.from_numpy(self._weights.read_rows(name + ".weight", row_indices)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
-        """Return several matrices, concatenated. names: internal names without `.weight`."""
+        """Return several matrices, concatenated, by internal names without `.weight`."""
         if names not in self._fused:
-            with self._within_memory():
+            with self._convert_out_of_memory():
                 self._fused[names] = self._fuse(names)
         return self._fused[names]
 
     def _tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         if (name, dtype) not in self._tensors:
-            with self._within_memory():
+            with self._convert_out_of_memory():
                 self._tensors[name, dtype] = self._load(name, dtype)
         return self._tensors[name, dtype]
 
     def _fuse(self, names: tuple[str, ...]) -> FusedLinear:
-        parts = [self._load(name + ".weight", self.dtype) for name in names]
-        sizes = tuple(part.shape[0] for part in parts)
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        matrices = [self._load(name + ".weight", self.dtype) for name in names]
+        sizes = tuple(matrix.shape[0] for matrix in matrices)
+        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         if not any(self._weights.has_tensor(name + ".bias") for name in names):
             return FusedLinear(weight, None, sizes)
         biases = [
@@ -84,14 +84,14 @@ class TorchWeights:
         stored = self._weights[name]
         if isinstance(stored, GroupedTensor):
             copied = torch.from_numpy(as_float32(stored))
-        else:  # copied: torch has no read-only tensors, and the mapped file must not change
+        else:  # copied, because tensors are writable and the array may be a read-only view of a mapped file
             is_bf16 = stored.weight_type is WeightType.BF16
             copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array, order="C"))
             copied = copied.view(torch.bfloat16) if is_bf16 else copied
         return copied.to(device=self.device, dtype=dtype)
 
     @contextmanager
-    def _within_memory(self) -> Iterator[None]:
+    def _convert_out_of_memory(self) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -187,8 +187,8 @@ class CostModel:
     def _uncorrected_forward_s(self, shape: BatchShape, num_draft_tokens: int) -> float:
         """Return the seconds of a forward pass according to the profile, without fitted factors."""
         num_rows = shape.num_rows + num_draft_tokens
-        cache_read_s = self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
-        return self._forward_times_up_to(num_rows)[num_rows] + cache_read_s
+        attention_s = self.profile.attention_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
+        return self._forward_times_up_to(num_rows)[num_rows] + attention_s
 
     def _forward_times_up_to(self, num_rows: int) -> list[float]:
         """Return the seconds of a forward pass with 0, 1, … rows, at least up to `num_rows`, as measured at load."""

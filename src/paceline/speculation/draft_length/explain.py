@@ -41,7 +41,7 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
     )
     lines = [f"profiled at load: a pass of {shown}"]
     lines.append(
-        f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host_cost.seconds_at(1, 0):.2f} ms a step"
+        f"1,000 cached rows add {1e3 * profile.attention_s(1000, 1):.2f} ms; other work {1e3 * host_cost.seconds_at(1, 0):.2f} ms a step"
     )
     for (name, is_greedy), rates in sorted(policy.rates.items()):
         if rates.num_observed:
