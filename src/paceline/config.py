@@ -17,8 +17,8 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANTIZATIONS = ("none", "int8", "int4")
 DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
-_MAX_BITS_OF_INT8_WEIGHTS, _MAX_BITS_OF_16_BIT_WEIGHTS = 10.0, 20.0  # per value, with the quantisation scales
-GGUF_WEIGHTS = ("exact", "regroup")
+_MAX_BITS_OF_INT8_WEIGHTS, _MAX_BITS_OF_16_BIT_WEIGHTS = 10.0, 20.0  # thresholds in bits per value, with the quantisation scales
+GGUF_WEIGHTS_CHOICES = ("exact", "regroup")
 ACCEPTANCE_RULES = ("match", "rejection")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_NUM_SEQS = 1024
@@ -92,7 +92,7 @@ def draft_quant_options(quantization: Quantization, target_bits: float, *, devic
     """Convert the value of `draft_quantization` to options; None = no quantisation.
 
     Args:
-        target_bits: bits per value of the target's matrices. With "auto", a draft model or head gets about half as many.
+        target_bits: bits per value of the target's matrices. With "auto", a draft model or head gets about half as many bits.
         device: device of the target and the drafter. "auto" quantises on the CPU only, because a GPU dequantises weights.
 
     Raises:
@@ -175,7 +175,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("numerics", self.numerics, NUMERICS)
-        _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS)
+        _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS_CHOICES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("device", self.device, DEVICES)

@@ -59,8 +59,8 @@ class LLM(metaclass=_AttributeHints):
         max_model_len: maximum number of tokens of prompt and output together; None = the model's maximum.
         kv_cache_dtype: type of keys and values: "f32", "bf16", "f16" or "int8" (one scale per row and head); "auto" = `dtype`, f16 for
             quantised GGUF files.
-        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used; None = enough for 4 full contexts or for
-            2048 tokens of each of `max_num_seqs` requests, at most a quarter of the machine's memory and half of its free memory.
+        kv_cache_gb: maximum memory for keys and values, which is allocated when it is first used; None = enough for 4 full contexts and for
+            2048 tokens of each of `max_num_seqs` requests, but at most a quarter of the machine's memory and half of its free memory.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
         drafter: "auto" ("suffix" and the drafter that comes with the model), "none", "ngram", "suffix", "prediction", "draft_model",
@@ -403,7 +403,7 @@ class LLM(metaclass=_AttributeHints):
 
 
 def _has_new_tokens(num_sent: Mapping[EngineRequest, int]) -> bool:
-    """Return whether a request has ended or has more tokens than `num_sent`. False after an error, which the next step raises."""
+    """Return whether any request has ended or has unsent tokens. False if one failed: the next step raises its error."""
     if any(request.error is not None for request in num_sent):
         return False
     return any(request.is_finished or request.num_output_tokens > sent for request, sent in num_sent.items())

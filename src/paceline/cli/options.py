@@ -14,7 +14,7 @@ from paceline.config import (
     DEVICES,
     DRAFT_QUANTIZATIONS,
     DTYPES,
-    GGUF_WEIGHTS,
+    GGUF_WEIGHTS_CHOICES,
     NUMERICS,
     QUANTIZATIONS,
     EngineConfig,
@@ -183,7 +183,7 @@ METAVARS = {
     "acceptance": "|".join(ACCEPTANCE_RULES),
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column
-    "gguf_weights": "|".join(GGUF_WEIGHTS),
+    "gguf_weights": "|".join(GGUF_WEIGHTS_CHOICES),
     "num_speculative_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",

@@ -51,7 +51,7 @@ class Adapters:
             raise ConfigError(f"an adapter named {name!r} is loaded: remove it first, or choose another name")
 
     def check_loaded(self, name: str | None) -> None:
-        """Check that an adapter of this name is loaded; None = the target without an adapter, which passes.
+        """Check that an adapter of this name is loaded. None, the target without an adapter, passes.
 
         Raises:
             RequestError: no adapter has this name.
@@ -64,7 +64,7 @@ class Adapters:
         """Let requests select an adapter, which the runtime has loaded as `adapter_number`.
 
         Raises:
-            ConfigError: as `check_name_unused`.
+            ConfigError: as for `check_name_unused`.
         """
         self.check_name_unused(adapter.name)
         self._by_name[adapter.name] = _LoadedAdapter(adapter, adapter_number)

@@ -9,8 +9,8 @@ from paceline.errors import RequestError
 from paceline.parsing.tools import Tool
 
 Message = dict[str, Any]
-Adaptation = Callable[[Sequence[Message]], list[Message]]
-"""A change of messages for templates that reject the unchanged messages."""
+MessagesAdaptation = Callable[[Sequence[Message]], list[Message]]
+"""Function that changes messages for templates that reject the unchanged ones."""
 
 _MISTRAL_CALL_ID_LEN = 9
 
@@ -19,7 +19,7 @@ def parse_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
     """Convert tools to `Tool`. A mapping describes a function as in OpenAI's API, with or without {"type": "function"}.
 
     Raises:
-        RequestError: `tools` is no list, an item does not describe a function, or two functions have the same name.
+        RequestError: `tools` is not a list, an item does not describe a function, or two functions have the same name.
     """
     if not isinstance(tools, Iterable):
         raise RequestError(f"tools is {tools!r}: give a list of functions", parameter="tools")

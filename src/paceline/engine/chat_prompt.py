@@ -14,8 +14,8 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.chat_messages import (
-    Adaptation,
     Message,
+    MessagesAdaptation,
     has_tool_calls,
     messages_for_template,
     parse_tools,
@@ -44,13 +44,13 @@ from paceline.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:  # import cycle: the input processor builds prompts with this module
     from paceline.engine.input_processor import InputProcessor
 
-RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_TEMPLATE_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Template variables that `template_options` cannot set, because `chat_prompt` sets them."""
 
 SYSTEM_AS_USER_NOTICE = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
 GENERIC_TOOLS_NOTICE = "this model's chat template does not support tools: the system message describes them, and calls are written as JSON"
 
-_ADAPTATIONS: tuple[Adaptation, ...] = (
+_ADAPTATIONS: tuple[MessagesAdaptation, ...] = (
     with_arguments_as_text,
     with_short_call_ids,
     with_sequential_calls,
@@ -60,11 +60,11 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 )
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 """Roles whose messages must have a content."""
-_MAX_RETRY_S = 1.0
+_MAX_VARIANTS_S = 1.0  # time after which no further variant of a rejected conversation is rendered
 _NUM_PROMPT_TAIL_TOKENS = 16  # number of tokens at the end of a prompt that are searched for the opening mark of reasoning
 _SEARCHED_LITERAL = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
-_USER_MESSAGE, _ASSISTANT_MESSAGE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+_PROBE_USER_MESSAGE, _PROBE_ASSISTANT_MESSAGE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +198,12 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[Any, Any]) -> 
     """Check that the chat template reads each of the options.
 
     Raises:
-        RequestError: `options` is no mapping, or the template does not read an option; `RequestError.parameter` is "template_options".
+        RequestError: `options` is not a mapping, or the template does not read an option; `RequestError.parameter` is "template_options".
     """
     if not isinstance(options, Mapping):
         raise RequestError(f"chat_template_kwargs is {options!r}: give a mapping of names to values", parameter="template_options")
     for name in options:
-        if not isinstance(name, str) or name in RESERVED_OPTIONS or not tokenizer.template_uses(name):
+        if not isinstance(name, str) or name in RESERVED_TEMPLATE_OPTIONS or not tokenizer.template_uses(name):
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
@@ -212,7 +212,7 @@ def _check_messages(
 ) -> Messages:
     """Check the number, form and length of messages; return the messages with strings as contents.
 
-    Lengths are checked before anything is rendered or encoded, so that too long conversations are rejected quickly.
+    Lengths are checked before anything is rendered or encoded, so that conversations that are too long are rejected quickly.
 
     Args:
         tools_and_options: values whose strings count towards the length.
@@ -298,7 +298,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
     if not any(message.get("role") == "developer" for message in messages):
         return True
     probe = {"role": "developer", "content": _DEVELOPER_PROBE}
-    return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER_MESSAGE])
+    return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _PROBE_USER_MESSAGE])
 
 
 def _move_unrendered_system_text(conversation: _Conversation) -> _Conversation:
@@ -308,10 +308,10 @@ def _move_unrendered_system_text(conversation: _Conversation) -> _Conversation:
         return conversation
     moved = None
     first_system, later_system = ({"role": "system", "content": probe} for probe in (_FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE))
-    if not tokenizer.template_renders([_FIRST_SYSTEM_PROBE], [first_system, _USER_MESSAGE], has_tools=has_tools):
+    if not tokenizer.template_renders([_FIRST_SYSTEM_PROBE], [first_system, _PROBE_USER_MESSAGE], has_tools=has_tools):
         moved = with_system_as_user_text([{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages])
     elif (later_moved := with_later_system_as_user_text(messages)) != messages:
-        both = [first_system, _USER_MESSAGE, _ASSISTANT_MESSAGE, later_system, _USER_MESSAGE]
+        both = [first_system, _PROBE_USER_MESSAGE, _PROBE_ASSISTANT_MESSAGE, later_system, _PROBE_USER_MESSAGE]
         moved = None if tokenizer.template_renders([_FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE], both, has_tools=has_tools) else later_moved
     if moved is not None:
         return replace(conversation, messages=moved, notices=(*conversation.notices, SYSTEM_AS_USER_NOTICE))
@@ -329,8 +329,8 @@ def _render_accepted_variant(conversation: _Conversation) -> tuple[str, tuple[st
             text = variant.render(variant.messages)
         except RequestError as error:
             first_error = first_error or error
-            # templates can be slow, so the time limit is that of all variants together
-            if time.monotonic() - started_s > _MAX_RETRY_S:
+            # templates can be slow, so one time limit covers all variants
+            if time.monotonic() - started_s > _MAX_VARIANTS_S:
                 break
             continue
         if with_arguments_as_text not in adaptations and _has_python_repr_arguments(variant.messages, text):
@@ -349,7 +349,7 @@ def _has_all_system_messages(messages: Sequence[Message], text: str) -> bool:
     return all(str(message.get("content") or "").strip() in text for message in messages if message.get("role") == "system")
 
 
-def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
+def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[MessagesAdaptation]]]:
     """Yield variants of a conversation and the changes that made them. Variants with fewer changes come first."""
     typed_tools = [tool_with_types(tool) for tool in conversation.tools]
     tool_variants = [conversation.tools] if typed_tools == conversation.tools else [conversation.tools, typed_tools]

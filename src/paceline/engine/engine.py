@@ -210,10 +210,10 @@ class Engine:
             self._runs.pop(run, None)
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Context manager: prevent steps of other threads, so that the data of requests do not change while they are read.
+        """Context manager: keep other threads from running a step, so that the data of requests does not change while it is read.
 
         Raises:
-            ConfigError: as `step`.
+            ConfigError: as for `step`.
         """
         return self._lock.held()
 
@@ -267,7 +267,7 @@ class Engine:
         """Queue a new request.
 
         Raises:
-            CapacityError, RequestError: as `check_request`; the request was not queued.
+            CapacityError, RequestError: as for `check_request`; the request was not queued.
         """
         self.check_request(request)
         self._to_add.append(request)

@@ -81,7 +81,7 @@ class InputProcessor:
         """Return the token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
 
         Raises:
-            RequestError, BackendUnavailableError: as `prompt_ids` and `chat_prompt`.
+            RequestError, BackendUnavailableError: as for `prompt_ids` and `chat_prompt`.
         """
         return self.prompt_ids(chat_prompt(self, messages, **options).token_ids)
 
@@ -90,7 +90,7 @@ class InputProcessor:
 
         Raises:
             ConfigError: `tool_call_parser` or `reasoning_parser` is unknown.
-            RequestError, BackendUnavailableError: as `chat_token_ids`.
+            RequestError, BackendUnavailableError: as for `chat_token_ids`.
         """
         prompt_options, request = split_chat_options(options)
         formats = OutputFormat.of(self.tokenizer, options.get("tool_call_parser", AUTO), options.get("reasoning_parser", AUTO))
@@ -321,7 +321,7 @@ class InputProcessor:
         return tuple(ids)
 
     def _max_total_len(self, num_prompt_tokens: int) -> int:
-        """Return the maximum length of prompt and output. (`Engine.check_request` rejects a prompt that fills the cache.)"""
+        """Return the maximum length of prompt and output together: the context, or the cache's capacity if the prompt fits in it."""
         if self.num_cache_tokens is None or num_prompt_tokens >= self.num_cache_tokens:
             return self.max_model_len
         return min(self.max_model_len, self.num_cache_tokens)

@@ -113,7 +113,7 @@ def parse_token_ids(ids: object, name: str) -> list[int]:
     """Return token ids as a list. `ids` may be any iterable of whole numbers, such as a numpy array.
 
     Raises:
-        RequestError: `ids` is no iterable of whole numbers; `RequestError.parameter` is `name`.
+        RequestError: `ids` is not an iterable of whole numbers; `RequestError.parameter` is `name`.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray):
         raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)

@@ -105,7 +105,7 @@ class LoadedEngine:
         """Load an adapter from a directory. Requests select it by its name.
 
         Raises:
-            CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
+            CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as for `LLM.load_adapter`.
         """
         check_adapter_name(name)
         unchecked_directory: object = directory
@@ -119,7 +119,7 @@ class LoadedEngine:
             self.engine.add_adapter(adapter)
 
     def make_chunk(self, request: EngineRequest, num_sent: int) -> StreamChunk:
-        """Return a chunk of the output tokens after the first `num_sent`, and the whole output if the request has ended."""
+        """Return a chunk of the output tokens after the first `num_sent`. If the request has ended, the chunk has the whole output, too."""
         return self.input_processor.make_chunk(request, num_sent, self.make_output(request) if request.is_finished else None)
 
     def make_output(self, request: EngineRequest) -> RequestOutput:
@@ -269,10 +269,10 @@ def load_engine(
 
 
 def _open_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer. If tokenizer and network are both unsupported, raise the error about the network: no tokenizer would help.
+    """Return the tokenizer. If the architecture is not supported either, raise that error: another tokenizer would not help.
 
     Raises:
-        CheckpointError: the network is not supported, or the tokenizer cannot be read.
+        CheckpointError: the architecture is not supported, or the tokenizer cannot be read.
     """
     try:
         return Tokenizer.open(directory)
@@ -292,7 +292,7 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
 def _make_cache(runtime: Network, config: EngineConfig, *, with_xlora: bool) -> tuple[CachePlan, KVCache]:
     """Allocate the target's cache. X-LoRA adapters need a second set of keys and values, for the passes that compute their scalings."""
     limits = None
-    if runtime.has_window_eviction:  # the largest pass: a step, or a pass that `profile_forward` times
+    if runtime.has_window_eviction:  # sliding-window layers have room for the largest pass: a step, or one that `profile_forward` times
         limits = PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(PROFILED_ROW_COUNTS)))
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_xlora else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)

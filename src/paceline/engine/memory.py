@@ -27,7 +27,7 @@ DEFAULT_TOKENS_PER_SEQUENCE = 2048
 """Minimum room per running request if `kv_cache_gb` is not given, in tokens; less if the context is shorter."""
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # for draft tokens after the last token of a request
-_REPLAY_RECORDS_PER_SEQUENCE = 32  # rows of a draft tree and before it whose recurrent update is recorded for replay
+_REPLAY_RECORDS_PER_SEQUENCE = 32  # maximum rows, in a draft tree and just before it, whose recurrent updates are recorded for replay
 _MAX_CHECKPOINTS = 64
 
 
@@ -55,7 +55,7 @@ class CachePlan:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Number of tokens that fit in the cache, of all requests together."""
+        """Total number of tokens, over all requests, that fit in the cache."""
         return self.num_blocks * BLOCK_SIZE
 
     def describe(self) -> str:
@@ -67,11 +67,11 @@ class CachePlan:
 def plan_cache(
     model: ModelConfig, config: EngineConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None = None, num_kv_sets: int = 1
 ) -> CachePlan:
-    """Choose the size: `kv_cache_gb`, or else `DEFAULT_NUM_CONTEXTS` full contexts, at most `_default_bytes`.
+    """Choose the size of the cache: `kv_cache_gb`, or else `DEFAULT_NUM_CONTEXTS` full contexts, at most `_default_bytes`.
 
     Args:
         kv_cache_dtype: type of the keys and values.
-        limits: largest pass of layers that free rows before their sliding window; None = no layer frees rows.
+        limits: bounds on a pass, for sliding-window layers; None = no layer frees the rows outside its window.
         num_kv_sets: number of sets of keys and values: 2 if the passes that compute the scalings of X-LoRA adapters have their own.
 
     Raises:
@@ -90,7 +90,7 @@ def plan_cache(
     )
     checkpoints, max_num_seqs, state_bytes = _plan_recurrent_states(model, config, max_bytes)
     kv_bytes, block_bytes = max_bytes - state_bytes, cache_bytes(1)
-    if kv_bytes < block_bytes:  # of a larger cache, recurrent states take up to 5/8
+    if kv_bytes < block_bytes:  # with recurrent layers, three blocks more, because their states take up to 5/8 of a cache
         raise CapacityError(
             f"{kv_bytes / 1e9:.3g} GB are too few for a cache block of {block_bytes} bytes: "
             f"set kv_cache_gb to at least {_gb_at_least(state_bytes + (3 if state_bytes else 1) * block_bytes)}"
@@ -113,14 +113,14 @@ def plan_cache(
 
 
 def _gb_at_least(num_bytes: int) -> str:
-    """Return a size in GB with three digits, rounded up so that a user who sets it has enough."""
+    """Return a size in GB, rounded up to three significant digits so that a `kv_cache_gb` of this value is enough."""
     return f"{Context(prec=3, rounding=ROUND_CEILING).create_decimal(num_bytes).scaleb(-9):f}"
 
 
 def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
-    """Return the default size: a quarter of the machine's memory or half of the free memory, whichever is less.
+    """Return the default limit of the cache: a quarter of the machine's memory or half of the free memory, whichever is less.
 
-    If `max_model_len` is given and one context needs more, the size may be three quarters of the free memory.
+    If `max_model_len` is given and one context needs more, the limit is that, up to three quarters of the free memory.
     """
     free = available_memory_bytes()
     allowed = min(total_memory_bytes() // 4, free // 2)
@@ -128,7 +128,7 @@ def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
 
 
 def _default_blocks(context_len: int, max_num_seqs: int) -> int:
-    """Return the default number of blocks: for `DEFAULT_NUM_CONTEXTS`, or for `DEFAULT_TOKENS_PER_SEQUENCE` if that is more."""
+    """Return the default number of blocks: for 4 full contexts or 2048 tokens of each running request, whichever is more."""
     per_sequence = min(context_len, DEFAULT_TOKENS_PER_SEQUENCE)
     for_contexts, for_sequences = (
         count * (num_blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
@@ -138,7 +138,7 @@ def _default_blocks(context_len: int, max_num_seqs: int) -> int:
 
 
 def _capacity_warnings(context_len: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
-    """Return warnings that a full context or `max_num_seqs` requests do not fit in the cache."""
+    """Return warnings that a full context, or more than `max_num_seqs` of the requested sequences, do not fit in the cache."""
     warnings = []
     if num_cache_tokens < context_len:
         warnings.append(
@@ -191,7 +191,7 @@ class _CacheBytes:
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
     def max_blocks_bound(self, num_bytes: int, min_blocks: int) -> int:
-        """Return an upper bound for the blocks that fit, at least `min_blocks`; `min_blocks` itself if all layers have windows."""
+        """Return an upper bound for the number of blocks that fit in `num_bytes`, but at least `min_blocks`."""
         bytes_per_block = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(min_blocks, num_bytes // bytes_per_block) if bytes_per_block else min_blocks
 

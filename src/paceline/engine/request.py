@@ -1,4 +1,4 @@
-"""`EngineRequest`, a request with the state that the engine adds: text, prefix cache, samples of the same prompt and times."""
+"""`EngineRequest`, a request with the state that the engine adds, such as its output text, prefix-cache keys and timestamps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from paceline.errors import RequestError
 from paceline.speculation.request import Request
 
 MAX_PROMPT_LOGITS_ROWS = 64
-"""Maximum prompt rows per pass of a request with `prompt_logprobs`, because each row needs memory for V logits."""
+"""Maximum prompt rows per pass of a request with `prompt_logprobs`, because each of these rows needs memory for V logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

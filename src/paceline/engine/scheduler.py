@@ -27,7 +27,7 @@ class BlockManager:
     """Allocates and frees the cache blocks of requests.
 
     Args:
-        on_preempt: called with each request that is preempted after it has run.
+        on_preempt: called with each preempted request that has been in a pass.
     """
 
     def __init__(self, cache: KVCache, on_preempt: Callable[[EngineRequest], None]) -> None:
@@ -47,7 +47,7 @@ class BlockManager:
         return 0 if request.needs_prompt_logits else self._cache.cached_prefix_len(request.cached_sequence, request.token_ids)
 
     def match_prefix(self, request: EngineRequest) -> None:
-        """Give a request that has no rows the longest prefix of its tokens in the prefix cache."""
+        """Assign the longest cached prefix of a request's tokens to the request, which has no rows yet."""
         if request.needs_prompt_logits:
             return
         num_cached = self._cache.match_prefix(request.cached_sequence, request.token_ids)
@@ -75,7 +75,7 @@ class SchedulerLimits:
         max_num_seqs: maximum number of running requests.
         max_num_batched_tokens: maximum rows of a pass, drafts included.
         prefill_chunk_size: maximum prompt rows of a pass, of all requests together.
-        spare_blocks: free blocks per running request without which no other request starts, because it would soon be preempted.
+        spare_blocks: blocks per running request that must stay free when a request starts; with fewer, it would soon be preempted.
     """
 
     max_num_seqs: int = 16
@@ -198,7 +198,7 @@ class Scheduler:
         return self._claim_blocks(num_rows)
 
     def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> dict[EngineRequest, int]:
-        """Return the running requests whose rows fit in the cache, oldest first. Younger requests are preempted for older ones."""
+        """Return the running requests whose next `num_rows` fit in free blocks, oldest first. Younger ones are preempted for older ones."""
         scheduled: dict[EngineRequest, int] = {}
         num_reserved = index = 0
         while index < len(self.running):
@@ -215,7 +215,7 @@ class Scheduler:
         return scheduled
 
     def _preempt_until_free(self, num_blocks: int, first_index: int) -> bool:
-        """Preempt requests from `first_index` on, youngest first, until `num_blocks` blocks are free. Return False if fewer are free."""
+        """Preempt `running[first_index:]`, youngest first, until `num_blocks` blocks are free. Return False if that is not enough."""
         while self._blocks.num_free < num_blocks:
             if first_index == len(self.running):
                 return False
@@ -265,7 +265,7 @@ class Scheduler:
                     break
             elif self._is_ready(request):
                 oldest.append(request)
-                if not self._infos[request].is_prefix_subtracted:  # now another sample of the prompt has cached the prompt's rows
+                if not self._infos[request].is_prefix_subtracted:  # ready now: another sample of its prompt has cached the rows
                     self._dequeue(request)
                     self._enqueue(request)
         may_start = (one for one in self._shortest if not self._still_lacks_blocks(one) and self._is_ready(one))
@@ -273,7 +273,7 @@ class Scheduler:
         return self._startable_candidates(sorted(candidates, key=self._arrival_key), blocked), blocked
 
     def _start_request(self, request: EngineRequest, row_budget: int, num_reserved: int) -> int | None:
-        """Start a waiting request and return the number of blocks of its first pass; return None if too few blocks are free."""
+        """Start a waiting request; return how many blocks its first pass needs, or None if fewer are free besides `num_reserved`."""
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
         num_needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
@@ -305,7 +305,7 @@ class Scheduler:
         return share_prompt_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: EngineRequest) -> int:
-        """Return the number of tokens left to compute. For a waiting request, the prefix cache was searched when it was queued."""
+        """Return the number of tokens left to compute, without the prefix that was cached when a waiting request was queued."""
         return min(request.num_uncached, self._infos[request].num_uncached)
 
     def _enqueue(self, request: EngineRequest) -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, ChatPrompt, chat_prompt
+from paceline.engine.chat_prompt import RESERVED_TEMPLATE_OPTIONS, ChatOutputParser, ChatPrompt, chat_prompt
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Messages, RequestOptions
 from paceline.errors import RequestError
@@ -255,7 +255,7 @@ class ChatService:
         """
         found = dict[str, Any]()
         for name, value in (given or {}).items():
-            if name in RESERVED_OPTIONS or self._tokenizer.template_uses(name):
+            if name in RESERVED_TEMPLATE_OPTIONS or self._tokenizer.template_uses(name):
                 found[name] = value
             else:
                 fields.ignore("template_options", name)
