@@ -17,7 +17,7 @@ from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeOps, Value
-from paceline.runtimes.native.records import PHASES, LinearOperation, Packing, RowSelection
+from paceline.runtimes.native.records import MAX_OPERATION_PHASES, LinearOperation, Packing, RowSelection
 from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
 
@@ -130,5 +130,5 @@ def plain_tensor(values: FloatArray) -> Tensor:
 
 def count_claimed_pieces(execution: Execution, index: int, phase: int) -> int:
     """How many pieces of a phase of an operation all threads claimed in the last pass (kernels/work.h)."""
-    counts = execution._claims[:, PHASES * index + phase]
+    counts = execution._claims[:, MAX_OPERATION_PHASES * index + phase]
     return int((counts & 0xFFFFFFFF).sum() + (counts >> 32).sum())

@@ -339,7 +339,7 @@ class ForwardInputs(NamedTuple):
 
 
 def split_into_passes(items: Iterable[Item], count_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield lists of successive items that have together at most MAX_PASS_ROWS rows, the limit of a pass. An item is not split."""
+    """Yield lists of successive items that together have at most MAX_PASS_ROWS rows, the limit of a pass. No item is split."""
     items_of_pass, total = list[Item](), 0
     for item in items:
         count = count_rows(item)

@@ -124,7 +124,7 @@ def profile_forward(network: Network, cache: KVCache, profiles: ProfileCache, *,
 
 
 def measure_profile(network: Network, cache: KVCache, *, max_model_len: int) -> ForwardProfile:
-    """Measure a profile in about `PROFILING_TIME_S`: the fastest pass of each row count, and the time of attention by cached row.
+    """Measure a profile in about `PROFILING_TIME_S`: the fastest pass of each row count, and the attention time per cached row.
 
     Each round times every row count once, so that a change of clock speed affects all row counts alike.
 

@@ -66,7 +66,7 @@ class Ops(Protocol[Value]):
         """Return x W^T (+ bias) for the weights W of each name, computed together."""
 
     def head_products(self, x: Value, name: str, num_heads: int, appended: Value | None = None) -> Value:
-        """Return the product of each head h of x with the matrix `name.h`. If given, head h of `appended` is concatenated to it."""
+        """Return the product of each head h of x with the matrix `name.h`, each followed by head h of `appended` if that is given."""
 
     def rms_norm(self, x: Value, name: str, epsilon: float | None = None) -> Value:
         """Return x / rms(x) * weight. With `config.has_norm_offset` the product is rounded only once, after it is computed in float32.
@@ -155,7 +155,7 @@ class Ops(Protocol[Value]):
         """Return the input [T, width] with this name, see `Network.forward`."""
 
     def concat(self, *values: Value) -> Value:
-        """Return the values next to one another, [T, sum of widths]."""
+        """Return the values concatenated along the columns, [T, sum of widths]."""
 
     def mix_streams(self, y: Value, x: Value, weights: Value | None, num_streams: int, *, offset: float = 0.0, first: int = 0) -> Value:
         """Return `num_streams` adjacent streams y_i + sum_j (weights_ij + offset) x_j, or only y_i for i < first.
@@ -343,7 +343,7 @@ def decoder_layer(
         x = layer_or_rms_norm(ops, config, x, prefix + name, config.output_norm_eps) if order.has_output_norm else x
         return _scaled(ops, x, config.residual_scale)
 
-    def convolve_before_and_after(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:
+    def convolve_before_and_after(x: Value, name: str, compute: Callable[[Value], Value]) -> Value:  # before and after `compute`
         if config.convolution is None:
             return compute(x)
         (kernel_deltas,) = ops.linear(x, f"{prefix}{name}_kernels")

@@ -17,7 +17,7 @@ def round_to_type(values: NDArray[np.float32], weight_type: WeightType) -> NDArr
 def embedding_rows(
     embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, compute_type: WeightType
 ) -> NDArray[np.float32]:
-    """Return the rows of `token_ids` in an embedding table [T, E], rounded to `compute_type`, times `config.embedding_scale`."""
+    """Return the rows [T, E] of `token_ids`, rounded to `compute_type`, scaled by `config.embedding_scale` and rounded again."""
     return scaled_embeddings(unscaled_embedding_rows(embedding, token_ids, compute_type), config, compute_type)
 
 

@@ -128,9 +128,9 @@ def merged_adapter_name(directory: Path) -> str:
 
 
 def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
-    """Return config and weights with a LoRA adapter merged: in the compute type, or in float32 if the weights will be quantised.
+    """Return config and weights with a LoRA adapter merged into the matrices that it changes.
 
-    Merging turns quantised matrices of a float32 model (GGUF) into float16, which is more precise than their quantised blocks.
+    They have the compute type; float32 if the weights will be quantised; float16 if they are GGUF blocks, which are less precise than that.
     """
     is_quantized = options.quantization is not None
     weight_type = WeightType.F32 if is_quantized else options.dtype or config.weight_type

@@ -49,7 +49,8 @@ def decode_summaries(records: NDArray[np.float32]) -> list[LogitsSummary]:
     """Decode the result of `Ops.summarize`.
 
     Args:
-        records: [R, 2 + 2 * num_top_tokens] float32: `log_sum_exp`, `sampled_id`, `scores`, `token_ids`. Ids have int32 bits.
+        records: [R, 2 + 2 * num_top_tokens] float32: `log_sum_exp`, `sampled_id`, `scores`, `token_ids`. Ids are
+            int32 values in the bits of float32 elements.
     """
     end = (records.shape[1] + 2) // 2
     numbers = zip(records.tolist(), records.view(np.int32).tolist(), strict=True)

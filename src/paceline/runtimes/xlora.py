@@ -110,5 +110,5 @@ def _softmax(values: FloatArray) -> FloatArray:
     total = powers[..., :1].copy()
     for index in range(1, values.shape[-1]):
         total += powers[..., index : index + 1]
-    total[total == 0.0] = 1.0  # all scalings are 0
+    total[total == 0.0] = 1.0  # if all values are -inf: 0 / 1 instead of 0 / 0
     return powers / total

@@ -16,7 +16,7 @@ from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.program import NativeOps, Value
-from paceline.runtimes.native.records import PHASES, ExpertsOperation
+from paceline.runtimes.native.records import MAX_OPERATION_PHASES, ExpertsOperation
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
@@ -158,6 +158,6 @@ def test_adapter_factors_are_read_once_per_chosen_expert(num_rows: int, seed: in
             lows = [adapters[number].low_rank_updates.get(f"experts.{expert}.{part}") for part in parts]
             panels += -(-sum(len(low.lora_a) for low in lows if low is not None) // 8)
         blocks = sum(-(-count // 8) for count in counts)  # of packed rows
-        taken = int(network.execution._tickets[PHASES * index]) - 1  # the last one finds no work
+        taken = int(network.execution._tickets[MAX_OPERATION_PHASES * index]) - 1  # the last one finds no work
         assert panels > 0
         assert taken in (panels + blocks, panels + sum(-(-count // 4) for count in counts))  # as many rows as the processor packs at a time

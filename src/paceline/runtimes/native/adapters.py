@@ -30,12 +30,12 @@ class NativeAdapter:
 
     Attributes:
         network_adapter: the adapter from which it was made.
-        max_down_outputs: most outputs that the down projections of one adapter site have together.
+        max_down_outputs: the largest total number of outputs of the down projections of one adapter site.
     """
 
     def __init__(self, network_adapter: NetworkAdapter) -> None:
         self.network_adapter = network_adapter
-        self._arenas: list[NDArray[np.uint8]] = []  # never freed before the adapter: records have addresses in these arrays
+        self._arenas: list[NDArray[np.uint8]] = []  # kept as long as the adapter: records point into these arrays
         self._free_offset = 0  # start of the unused part of `_arenas[-1]`
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}

@@ -78,7 +78,7 @@ def estimate_pass_bytes(
 
 
 class _WeightShapes(NativeWeights):
-    """Weights without data, to record a network. `Matrix.row_bytes` contains the bytes of a packed input row instead."""
+    """Weights without data, to record a network. Here `Matrix.row_bytes` is the size of a packed input row, not of a row of the matrix."""
 
     def __init__(self, weights: Weights, quantized_names: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)

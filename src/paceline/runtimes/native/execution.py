@@ -18,7 +18,7 @@ from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassRecord
 from paceline.runtimes.native.program import NativeOps, matrices_of
 from paceline.runtimes.native.records import (
-    PHASES,
+    MAX_OPERATION_PHASES,
     AttentionOperation,
     ConvolutionOperation,
     ExpertsOperation,
@@ -30,7 +30,7 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.native.rotary import RotaryTables
 
 _MIN_CAPACITY_ROWS = 32  # minimum number of rows of a buffer
-_CLAIMS_ALIGNMENT = 16  # 16 int64 counters fill two cache lines; some processors fetch pairs of lines, so threads share no pair
+_WORK_COUNTER_ALIGNMENT = 16  # int64 counters of a thread start on pairs of cache lines, because some processors fetch lines in pairs
 _SPLIT_RESULTS_FLOATS = 1 << 22  # memory for attention results of splits (kernels/attention.h); pages that are never written take no memory
 
 
@@ -58,8 +58,8 @@ class Execution:
         self._widths = widths
         self._call_lock = Lock()  # callers must not call concurrently; the lock only prevents reads of freed memory if they do
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
-        self._tickets = np.zeros(PHASES * len(operations), np.int32)
-        claims_per_thread = -(-PHASES * len(operations) // _CLAIMS_ALIGNMENT) * _CLAIMS_ALIGNMENT
+        self._tickets = np.zeros(MAX_OPERATION_PHASES * len(operations), np.int32)
+        claims_per_thread = -(-MAX_OPERATION_PHASES * len(operations) // _WORK_COUNTER_ALIGNMENT) * _WORK_COUNTER_ALIGNMENT
         self._claims = aligned_zeros((num_threads, claims_per_thread), np.int64)
         attention_layers = [operation for operation in operations if isinstance(operation, AttentionOperation)]
         self._head_shapes = {(operation.heads // operation.kv_heads, operation.head_size) for operation in attention_layers}
@@ -134,7 +134,7 @@ class Execution:
             self.kernels.paceline_run(*self._arguments)
 
     def _max_packed_floats(self, num_rows: int) -> int:
-        """Return the most floats that the packed input rows of any product take in a pass of `num_rows` rows."""
+        """Return the largest number of floats that the packed input rows of a product take in a pass of `num_rows` rows."""
         sizes = {(num_rows, self._max_columns)}
         for operation in self._recorded_operations:
             if isinstance(operation, ExpertsOperation):

@@ -103,7 +103,7 @@ def supported_levels() -> list[str]:
 
 @cache
 def _read_cpuid_flags(path: Path) -> frozenset[str]:
-    """Return the `_CPUID_FLAGS` that the processor has. The library at `path` executes cpuid; empty if there is none."""
+    """Return the `_CPUID_FLAGS` of the processor, which the library at `path` reads with cpuid; empty if there is no such file."""
     if not path.is_file():
         return frozenset()
     library, registers = ctypes.CDLL(str(path)), (ctypes.c_uint32 * 4)()

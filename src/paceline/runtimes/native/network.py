@@ -124,7 +124,12 @@ class NativeNetwork(Network):
     def _allocate_kv(
         self, num_blocks: int, limits: PassLimits | None = None, states: RecurrentStateCache | None = None, *, by_window: bool
     ) -> list[PagedCache]:
-        """Allocate a cache for each group of layers; the network uses them and `states` (of recurrent layers) from now on."""
+        """Allocate a cache for each group of layers that share blocks, and use these caches and `states` from now on.
+
+        Args:
+            states: cache of the recurrent layers.
+            by_window: layers with different sliding windows are in different groups, and rows outside a window are freed.
+        """
         groups, caches, windows = self.config.kv_groups(by_window=by_window), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             copy_row = KVBlockCodec(self.capabilities.kv_cache_dtype, BLOCK_SIZE, group.arrays_per_layer).copy_row
@@ -404,7 +409,9 @@ class NativeClassifier(Classifier):
             for kind, values in zip(("weight", "bias"), layer, strict=True)
         }
         weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name, values in arrays.items()})
-        self._weights = NativeWeights(weights, WeightType.F32, num_threads=num_threads)  # kept: operations have its addresses
+        self._weights = NativeWeights(
+            weights, WeightType.F32, num_threads=num_threads
+        )  # kept alive, because operations point to its arrays
         ops = NativeOps(config, self._weights, config)
         value = hidden_states = ops.input(HIDDEN_STATES, config.hidden_size)
         for number in range(len(mixture.classifier)):

@@ -98,8 +98,7 @@ class PackedWeights:
         bits, has_minimums = next((key for key, kind in _KINDS_FLOAT32_SCALES.items() if kind == self.kind), (4, False))
         has_float16, groups = self.kind in _KINDS_FLOAT16_SCALES.values(), self.columns // self.group_size
         words = self.data.view(np.uint32).reshape(len(self.data), groups // 2 if has_float16 else groups, -1, PANEL_OUTPUTS)
-        # [rows, groups or pairs of groups, words]
-        words_of_rows = np.ascontiguousarray(words[indices // PANEL_OUTPUTS, :, :, indices % PANEL_OUTPUTS])
+        words_of_rows = np.ascontiguousarray(words[indices // PANEL_OUTPUTS, :, :, indices % PANEL_OUTPUTS])  # [rows, groups, words]
         scales, codes = words_of_rows[:, :, :1].view(np.float32), words_of_rows[:, :, 1 + has_minimums :].copy().view(np.uint8)
         if has_float16:
             scale_pairs = self.data.view(np.float16).reshape(len(self.data), groups // 2, -1, 2, PANEL_OUTPUTS)[:, :, 0]
@@ -189,9 +188,9 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
 
 
 def packed_bytes(blocks: StoredBlocks) -> int:
-    """Return the most bytes that the panels of `pack_gguf_blocks` may take, without reading weights."""
+    """Return an upper bound on the bytes of the panels that `pack_gguf_blocks` would return, without reading all weights."""
     zero_row = _groups_of_zero_row(blocks)
-    has_float16 = blocks.block_type.name != "MXFP4" and _block_scales_fit_float16(blocks, zero_row)  # MXFP4 scales are not read here
+    has_float16 = blocks.block_type.name != "MXFP4" and _block_scales_fit_float16(blocks, zero_row)  # of MXFP4, float32 is assumed
     panel = _allocate(zero_row, PANEL_OUTPUTS, has_float16=has_float16)
     return -(-blocks.shape[0] // PANEL_OUTPUTS) * panel.data.nbytes
 
@@ -220,7 +219,7 @@ def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: 
 
 
 def _sign_bit_mask(matrix: GroupedMatrix) -> int:
-    """Return the mask whose XOR makes codes unsigned: 128 for signed bytes, else 0."""
+    """Return the mask with which codes are XORed to make them unsigned: 128 for signed bytes, else 0."""
     return 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
 
 

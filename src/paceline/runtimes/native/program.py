@@ -162,7 +162,7 @@ class NativeOps:
         return tuple(outs)
 
     def record_block_max(self, logits: Value) -> Value | None:
-        """Make the product that computes `logits` also compute block maxima. Return None if more than one product computes `logits`."""
+        """Make the product that computes `logits` also compute block maxima; return them, or None if several products compute `logits`."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
                 block_max = self.new_value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
@@ -393,7 +393,7 @@ class NativeOps:
         return tuple(outs)
 
     def _packing_key(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return a key of how input rows are packed for a matrix. Matrices with equal keys use the same packed rows.
+        """Return a key that identifies how input rows are packed for a matrix. Matrices with equal keys use the same packed rows.
 
         Rows are rounded to 8 bits for matrices in panels, and to bfloat16 for bfloat16 matrices if that is the compute type.
         """

@@ -46,7 +46,7 @@ class KVKind(IntEnum):
     INT8 = 3
 
 
-PHASES = 3
+MAX_OPERATION_PHASES = 3
 """An operation has up to this many phases. Threads claim pieces of work in each, see kernels/work.h."""
 
 CHECKPOINT_INTERVAL = 8
@@ -113,7 +113,7 @@ class Operation(Structure):
     _fields_: ClassVar[tuple[tuple[str, Any], ...]] = _fields("int32 code out rows")
 
     def __init__(self, **fields: object) -> None:
-        """Set all fields of the subclass. `out` and `rows` are set when the operation is recorded.
+        """Set the fields that the subclass adds. `out` and `rows` are set when the operation is recorded.
 
         Raises:
             TypeError: a field is missing or unknown.
@@ -262,7 +262,7 @@ SummarizeOperation = _operation("SUMMARIZE", "int32 x width summary_index column
 
 
 class Range(Structure):
-    """A `RowRange` for the kernels. table_offset, mask_offset: in `Pass.block_tables` and `Pass.masks`; mask_offset -1 = causal."""
+    """A `RowRange` for the kernels. table_offset: index in `Pass.block_tables`. mask_offset: index in `Pass.masks`; -1 = causal."""
 
     _fields_ = _fields("int32 start rows cached_len table_offset mask_offset first_slot")
 

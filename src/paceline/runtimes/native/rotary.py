@@ -99,7 +99,7 @@ class PassAngles:
         self._cos[self._index], self._sin[self._index] = self._copied_addresses
 
     def _read_tables(self) -> None:
-        self._num_positions = 0  # after an interrupt (Ctrl-C), the next pass reads again
+        self._num_positions = 0  # if this is interrupted (Ctrl-C), the next pass reads the tables again
         self._tables = self._rotary_tables.cos_sin[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
         self._row_bytes = self._tables[0].strides[0]

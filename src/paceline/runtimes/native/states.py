@@ -101,8 +101,8 @@ def plan_state_schedule(num_pending: int, num_applied: int, parents: tuple[int, 
 class _SchedulePlanner:
     """Computes a schedule. In this class node 0 is the first pending row, the rows of the range follow, and -1 is the stored state.
 
-    A state is computed after every CHECKPOINT_INTERVAL nodes of a path. The `base` of a row is the last node that the state it starts from
-    includes. Rows with the same base run in the same steps.
+    A state is computed after every CHECKPOINT_INTERVAL nodes of a path. Each row starts from such a state; its `base` is the last node that
+    this state includes. Rows with the same base run in the same steps.
     """
 
     def __init__(self, num_pending: int, num_applied: int, parents: tuple[int, ...], save_counts: tuple[int, ...]) -> None:
@@ -147,15 +147,15 @@ class _SchedulePlanner:
         )  # fmt: skip
 
     def _next_bases(self, base: int, source: int, next_free: int) -> list[tuple[int, int, int]]:
-        """Return (base, location of its start state, next free temporary state) of the bases after `base`, in reverse order.
+        """Return the bases whose states are computed from that of `base`, which is in `source`, last one first.
 
-        The base that is computed last may overwrite the temporary state of `base`.
+        Each is a tuple (base, location of its start state, next free temporary state). The base computed last may overwrite `source`.
         """
         children = self._children.get(base, [])
         return [(child, source, next_free - (not number and source >= 0)) for number, child in enumerate(reversed(children))]
 
     def _add_base_steps(self, base: int, source: int, next_free: int) -> tuple[int, int]:
-        """Append the steps that compute the state of `base` from the state in `source`, and then the rows that start from it.
+        """Append the steps that compute the state of `base` from the state in `source`, and those of the rows that start from the result.
 
         Returns:
             Where the state is (number of a temporary state, IN_PLACE or NOT_STORED), and the next free temporary state.
@@ -176,7 +176,7 @@ class _SchedulePlanner:
         return to, next_free + (to >= 0)
 
     def _add_row_steps(self, base: int, source: int, to: int = NOT_STORED, path: int = NO_PATH) -> None:
-        """Append the steps of the rows that start from the state of `base`. The first step computes that state along `path`."""
+        """Append the steps of the rows with this base. The first applies `path` to the state in `source` and writes to `to`."""
         rows = self._rows.get(base, [])
         for first in range(0, max(len(rows), path != NO_PATH), CHECKPOINT_INTERVAL):
             nodes = rows[first : first + CHECKPOINT_INTERVAL]
@@ -186,6 +186,6 @@ class _SchedulePlanner:
                 source, to, path = to, NOT_STORED, NO_PATH
 
     def _kernel_nodes(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
-        """Convert to the node numbers of `StateSchedule`. is_parent: number all pending rows -1."""
+        """Convert node numbers of this class to those of `StateSchedule`. is_parent: they are parents, where a pending row is -1."""
         first = self._num_pending
         return [node - first if node >= first else NO_NODE if is_parent else -2 - node for node in nodes]

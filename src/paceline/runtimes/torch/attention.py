@@ -18,7 +18,7 @@ def visible_slots(rows: RowRange, window: int | None = None, *, is_causal: bool 
     """Return the attention mask of a range, [num_rows, cached_len + num_rows], True = may attend.
 
     Args:
-        window: a row attends only to the last `window` rows that the mask allows, itself included; later rows do not count. None = all.
+        window: of the rows up to itself that the mask allows, a row attends to the last `window`. Later rows are not limited. None = all.
         is_causal: ignore the mask of the range.
     """
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)

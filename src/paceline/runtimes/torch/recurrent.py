@@ -99,7 +99,7 @@ def _run_rows(recurrence: "_Convolution | _Matrices", committed: torch.Tensor, r
 
 
 def _save_states(recurrence: "_Convolution | _Matrices", state: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state to each of `update.saved_states` that is a state after `count` rows."""
+    """Copy the state, which is that after `count` rows, to each of `update.saved_states` that belongs to `count` rows."""
     for end, stored in update.saved_states:
         if end == count:
             recurrence.store_state(state, stored)
