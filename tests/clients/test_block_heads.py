@@ -155,7 +155,7 @@ def select(head: BlockHead, logits: NDArray[np.float32], selected: NDArray[np.fl
     tokens = [anchor]
     for row, own in zip(logits, selected, strict=True):
         ids = np.sort(np.argsort(-row)[: head.config.num_candidates]).astype(np.int32)
-        tokens.append(int(ids[head.rescore([tokens[-1]], own, ids, row[ids])[0].argmax()]))
+        tokens.append(int(ids[head.rescore_candidates([tokens[-1]], own, ids, row[ids])[0].argmax()]))
     return tokens[1:]
 
 
@@ -171,7 +171,7 @@ def compare_biased(
         row = np.array(head.add_markov_bias(latent[None], base[None]).logits[0])
         np.testing.assert_allclose(row, given["rows"][slot], atol=TOLERANCE)
         if given["confidences"] is not None:
-            assert abs(head.confidence(h, e) - float(given["confidences"][slot])) < 1e-5
+            assert abs(head.predict_confidence(h, e) - float(given["confidences"][slot])) < 1e-5
         best = int(row.argmax())
         previous = best if head.target_ids is None else int(head.target_ids[best])
         assert previous == given["tokens"][slot]

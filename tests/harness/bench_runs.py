@@ -29,7 +29,7 @@ def run_of(
     tokenizer: Tokenizer | None = None,
 ) -> Run:
     """A run that has not begun; small unless the plan differs."""
-    plan = plan or BenchPlan(rounds=3, tokens=33, num_prompts=2, minutes=5, timeout_s=30, load_timeout_s=30)
+    plan = plan or BenchPlan(rounds=3, max_tokens=33, num_prompts=2, minutes=5, timeout_s=30, load_timeout_s=30)
     questions = EncodedWorkloads(prompts or {"made up": PROMPTS}, (), 4096, 1024)
     return Run(plan, modes, questions, tokenizer or Tokenizer.__new__(Tokenizer), watcher or RunProgress(), time.monotonic())
 

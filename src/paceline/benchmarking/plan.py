@@ -26,7 +26,7 @@ class BenchPlan:
         temperatures: each makes a cell with each workload.
         peers: names of other programs.
         rounds: counted rounds, after one of warm-up.
-        tokens: of each output.
+        max_tokens: tokens of each output.
         num_prompts: of each workload.
         batch_size: requests at once.
         minutes: time limit; what was measured by then is reported.
@@ -48,7 +48,7 @@ class BenchPlan:
     temperatures: tuple[float, ...] = (0.0,)
     peers: tuple[str, ...] = ()
     rounds: int | None = None
-    tokens: int | None = None
+    max_tokens: int | None = None
     num_prompts: int | None = None
     batch_size: int = 1
     minutes: float = DEFAULT_MINUTES
@@ -58,7 +58,7 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         quant_options("quantization", self.quantization)
-        for name, least, most in (("rounds", 1, 1000), ("tokens", MIN_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
+        for name, least, most in (("rounds", 1, 1000), ("max_tokens", MIN_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
             _check_count(name, getattr(self, name), least, most)
         _check_count("batch_size", self.batch_size, 1, MAX_NUM_SEQS)
         _check_count("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)

@@ -227,8 +227,8 @@ class Measurements:
 def requested_size(plan: BenchPlan) -> tuple[Size, frozenset[str]]:
     """Return the size of a plan, and the names of the fields that the user gave."""
     prompts = DEFAULT_PROMPTS if plan.batch_size == 1 else plan.batch_size
-    size = Size(plan.rounds or DEFAULT_ROUNDS, plan.tokens or DEFAULT_TOKENS, plan.num_prompts or prompts)
-    given = {"rounds": plan.rounds, "tokens": plan.tokens, "prompts": plan.num_prompts or (plan.batch_size > 1 or None)}
+    size = Size(plan.rounds or DEFAULT_ROUNDS, plan.max_tokens or DEFAULT_TOKENS, plan.num_prompts or prompts)
+    given = {"rounds": plan.rounds, "tokens": plan.max_tokens, "prompts": plan.num_prompts or (plan.batch_size > 1 or None)}
     return size, frozenset(name for name, value in given.items() if value is not None)
 
 

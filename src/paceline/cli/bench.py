@@ -102,7 +102,7 @@ def bench(**given: Any) -> None:
         form = "json" if given["as_json"] else given["output"]
         if form not in FORMS:
             raise ConfigError(f"output is {form!r}: use one of {', '.join(FORMS)}")
-        plan = _plan(given | {"model": model or "mini", "tokens": given["max_tokens"]})
+        plan = _plan(given | {"model": model or "mini"})
         files = given["json_file"], given["html_file"], given["plots"]
         _bench(plan, form, *files, quiet=given["quiet"])
 
@@ -110,9 +110,9 @@ def bench(**given: Any) -> None:
 def _plan(given: Mapping[str, Any]) -> "BenchPlan":
     from paceline.benchmarking.plan import BenchPlan
 
-    same = "model gguf_file quantization draft_model num_speculative_tokens prompts spec_bench batch_size offline rounds tokens num_prompts"
+    same = "model gguf_file quantization draft_model num_speculative_tokens prompts spec_bench batch_size offline rounds max_tokens"
     return BenchPlan(
-        **{name: given[name] for name in (*same.split(), "minutes", "threads", "seed")},
+        **{name: given[name] for name in (*same.split(), "num_prompts", "minutes", "threads", "seed")},
         drafters=tuple(given["drafter"] or ()),
         workloads=_split(given["workload"]),
         temperatures=tuple(dict.fromkeys(numbers("temperature", given["temperature"], float))),

@@ -10,7 +10,7 @@ trained with.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -147,12 +147,14 @@ def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
             yield from _differences(part, usual)
 
 
-def _differences(part: Any, usual: Any) -> Iterator[str]:
+def _differences(part: Any, usual: Any, prefix: str = "") -> Iterator[str]:
     """Yield the values of a part of a layer that a draft model's layers do not have. Windows are left out: it attends to all rows."""
     if type(part) is not type(usual):
-        yield f"{type(part).__name__}"
+        yield f"{prefix}{type(part).__name__}"
         return
     for name in (field.name for field in fields(part) if field.name not in ("mixer", "mlp", "window")):
-        value = getattr(part, name)
-        if value != getattr(usual, name):
-            yield f"{name} = {value.value if isinstance(value, Enum) else value}"
+        value, usual_value = getattr(part, name), getattr(usual, name)
+        if is_dataclass(usual_value):
+            yield from _differences(value, usual_value, f"{prefix}{name}.")
+        elif value != usual_value:
+            yield f"{prefix}{name} = {value.value if isinstance(value, Enum) else value}"

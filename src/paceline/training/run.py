@@ -75,7 +75,12 @@ def train(settings: TrainSettings, directory: Path, print_line: PrintLine, *, is
         settings.write(directory)
         if settings.drafter == DRAFT_MODEL:
             tokenizer.save(directory)
-    data = record(settings, config, directory / DATA_FOLDER, print_line)
+    try:
+        data = record(settings, config, directory / DATA_FOLDER, print_line)
+    except ConfigError:
+        if not (directory / DATA_FOLDER).exists():  # no prompt can be used: there is nothing to resume
+            (directory / SETTINGS_FILE).unlink()
+        raise
     weights = open_weights(target, config, num_threads=settings.threads or usable_processors())
     end_ids = (*tokenizer.end_token_ids, *config.eos_token_ids, 0)
     drafter = make_drafter(settings, TargetMatrices(config, weights, end_ids[0]), data, print_line)

@@ -68,7 +68,7 @@ def test_bench_refuses_a_drafter_that_cannot_run(bare: Path) -> None:
     [
         ({"rounds": 0}, "rounds is 0: use a whole number from 1"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0: use a whole number from 1 to 64"),
-        ({"tokens": 3}, "tokens is 3: use a whole number from 16"),
+        ({"max_tokens": 3}, "max_tokens is 3: use a whole number from 16"),
         ({"minutes": 0.0}, "minutes is 0.0"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
         ({"temperatures": ()}, "there is no temperature"),

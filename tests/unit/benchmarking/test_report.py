@@ -38,7 +38,7 @@ def result() -> BenchResult:
     found = measured(modes)
     cells = make_cells(found)
     return BenchResult(
-        plan=BenchPlan(rounds=3, tokens=33, num_prompts=2), command="paceline bench", date="2026-01-01T00:00:00Z", seconds=12.3,
+        plan=BenchPlan(rounds=3, max_tokens=33, num_prompts=2), command="paceline bench", date="2026-01-01T00:00:00Z", seconds=12.3,
         model=ModelFacts("made-up", Path("made-up"), "bf16", False, ({"name": "a", "bytes": 1, "sha256_of_first_mib": "00"},)),
         draft_model=None, num_threads=2, machine=machine_facts(), bandwidth=12.5e9, load_before=(0.1, 0.2, 0.3), load_after=None,
         measured=found, cells=cells, summaries=summaries(cells, modes),

@@ -42,7 +42,7 @@ def test_dead_bench_worker_fails_only_its_own_mode() -> None:
 
 
 def test_hanging_bench_worker_is_ended_and_fails_its_own_mode() -> None:
-    plan = BenchPlan(rounds=1, tokens=33, num_prompts=2, timeout_s=1.0)
+    plan = BenchPlan(rounds=1, max_tokens=33, num_prompts=2, timeout_s=1.0)
     found = measured([fake_mode("plain"), fake_mode("B", "hangs=2")], plan=plan)
     assert [failure.message for failure in found.failures] == ["B did not answer within 1 s and was ended"]
     assert sum(one.mode == "plain" for one in found.samples) == 4
@@ -88,7 +88,7 @@ def test_interrupted_bench_keeps_the_measured_rounds() -> None:
 
 
 def test_bench_over_its_time_limit_keeps_the_measured_rounds() -> None:
-    plan = BenchPlan(rounds=3, tokens=33, num_prompts=2, minutes=1e-9)
+    plan = BenchPlan(rounds=3, max_tokens=33, num_prompts=2, minutes=1e-9)
     found = measured([fake_mode("plain")], plan=plan)
     assert found.ended == OUT_OF_TIME
     assert "raise --minutes" in found.notices[-1]
@@ -101,7 +101,7 @@ def test_bench_defaults_shrink_to_the_time_limit_with_a_notice() -> None:
 
 
 def test_bench_sends_a_batch_as_one_request() -> None:
-    plan = BenchPlan(rounds=1, tokens=33, batch_size=3)
+    plan = BenchPlan(rounds=1, max_tokens=33, batch_size=3)
     found = measured([fake_mode("plain"), fake_mode("B", "drafts=2")], plan=plan)
     assert {len(one.outputs) for one in found.samples} == {3}  # the first of two prompts is run twice
     assert {one.prompt for one in found.samples} == {0}

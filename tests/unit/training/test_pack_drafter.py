@@ -48,7 +48,7 @@ def test_packed_head_has_the_values_of_the_gguf_package(matrix_type: str, traine
     kind = gguf.GGMLQuantizationType[matrix_type]
     for name, values in pack_drafter.read_head(trained).items():
         if name == "d2t":
-            np.testing.assert_array_equal(head.tensors[name].open() + np.arange(len(values)), values)
+            np.testing.assert_array_equal(head.tensors[name].read_values() + np.arange(len(values)), values)
             continue
         found, expected = head.matrix(name), values
         if values.ndim == 2:
@@ -62,7 +62,7 @@ def test_packed_head_keeps_the_most_frequent_ids(trained: Path, monkeypatch: pyt
     head = open_head_files(pack(monkeypatch, trained, "--type", "BF16", "--draft-vocab-size", "6"))
     whole: dict[str, Any] = pack_drafter.read_head(trained)
     assert head is not None
-    assert (head.tensors["d2t"].open() + np.arange(6)).tolist() == sorted(DRAFT_IDS)[-6:]
+    assert (head.tensors["d2t"].read_values() + np.arange(6)).tolist() == sorted(DRAFT_IDS)[-6:]
     rows = [whole["d2t"].tolist().index(one) for one in sorted(DRAFT_IDS)[-6:]]
     kind = gguf.GGMLQuantizationType.BF16
     expected = gguf.quants.dequantize(gguf.quants.quantize(whole["lm_head.weight"][rows], kind), kind)

@@ -118,6 +118,14 @@ def test_training_without_readable_data_can_be_started_again(tmp_path: Path) -> 
     for _ in range(2):
         with pytest.raises(ConfigError, match="holds no usable prompt"):
             train(TrainSettings(drafter="eagle3", model=str(target), data=(str(data),)), output, print)
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        train(TrainSettings(drafter="eagle3"), output, print, is_resumed=True)
+
+
+def test_draft_model_refusal_names_each_value_that_differs(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "gemma3")
+    with pytest.raises(ConfigError, match=r"has no embedding_scale = .*, norm_order = \w+, [a-z_., =\d]*activation = gelu_tanh: train"):
+        train(TrainSettings(drafter="draft-model", model=str(target)), tmp_path / "drafter", print)
 
 
 def test_training_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
