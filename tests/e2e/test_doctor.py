@@ -350,7 +350,7 @@ def test_doctor_reports_a_model_larger_than_memory(target: Path) -> None:
 
 
 def test_doctor_counts_adapter_memory(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
+    shape = open_weights(target, read_model_config(target)).tensor_info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
     plain = diagnose(doctor_options(model=str(target))).memory

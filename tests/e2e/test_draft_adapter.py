@@ -58,7 +58,7 @@ def test_draft_model_with_the_adapter_of_the_target_drafts_its_tokens(
 def test_draft_model_is_quantised_after_merging_its_adapter(open_llm: Open, adapter: Path, always_drafts: None) -> None:
     drafter: Any = open_llm(merge_adapter=adapter, draft_adapter=adapter, draft_quantization="int8").drafter
     weights = drafter.runtime.weights
-    assert {weights.info(name).bits for name in weights if len(weights.info(name).shape) == 2} == {8}
+    assert {weights.tensor_info(name).bits for name in weights if len(weights.tensor_info(name).shape) == 2} == {8}
     plain, adapted = (answer(open_llm(draft_adapter=one, draft_quantization="int8")) for one in (None, adapter))
     assert plain.token_ids == adapted.token_ids
     assert plain.speculation.num_accepted_tokens > adapted.speculation.num_accepted_tokens

@@ -140,7 +140,7 @@ def test_draft_vocab_rows_are_a_view_of_the_whole_matrix(tmp_path: Path, stored:
 def test_draft_vocab_with_fewer_bits_than_stored_is_a_quantised_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
     copy = restrict_draft_vocab(module, range(FIRST), quantization, num_threads=2)
-    facts = copy.weights.info("lm_head.weight")
+    facts = copy.weights.tensor_info("lm_head.weight")
     assert (copy.has_lm_head_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:

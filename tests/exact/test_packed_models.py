@@ -89,7 +89,7 @@ def test_packed_checkpoint_has_the_logits_of_its_dequantised_values(pairs: Pairs
     assert list(weights) == list(expected)
     for name in weights:
         assert np.array_equal(as_float32(weights[name]), as_float32(expected[name])), name
-        assert weights.info(name).nbytes == weights[name].nbytes
+        assert weights.tensor_info(name).nbytes == weights[name].nbytes
     assert {name for name in weights.packed_matrices if isinstance(weights[name], GroupedTensor)} == set(
         weights.packed_matrices if kind not in ("fp8", "nf4") else ()
     )

@@ -259,7 +259,7 @@ def test_merging_into_gguf_converts_changed_matrices_to_float16(models: Any, tmp
     halves, floats = load(), load(dtype=WeightType.F32)
     for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
         assert sum(f"1 quantised matrices become {weight_type} with the adapter merged" in notice for notice in loaded.notices) == 1
-        assert loaded.network.weights.info("layers.1.q_proj.weight").weight_type.value == weight_type
+        assert loaded.network.weights.tensor_info("layers.1.q_proj.weight").weight_type.value == weight_type
         assert loaded.network.weights.stored_blocks("layers.1.q_proj.weight") is None
         assert loaded.network.weights.stored_blocks("layers.1.k_proj.weight") is not None
     exact = as_float32(floats.network.weights["layers.1.q_proj.weight"])

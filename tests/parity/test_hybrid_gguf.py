@@ -81,7 +81,7 @@ def test_hybrid_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoi
     found, expected = open_weights(path, config), open_weights(directory, expected_config)
     assert list(found) == list(expected)
     for name in found:
-        facts = found.info(name)
+        facts = found.tensor_info(name)
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
         tolerance = 1e-6 if name.endswith("decay.weight") else 0.0  # an exponential that two libraries computed
         assert np.allclose(as_float32(found[name]), as_float32(expected[name]), rtol=tolerance, atol=0.0), name
@@ -117,7 +117,7 @@ def test_quantised_hybrid_gguf_values_equal_those_of_the_gguf_package(checkpoint
     dequantised = write_hybrid_gguf(directory, tmp_path / "rounded.gguf", instead=rounded)
     found, expected = (open_weights(one, read_model_config(one)) for one in (path, dequantised))
     for name in found:
-        facts = found.info(name)
+        facts = found.tensor_info(name)
         assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
     if block_type != "F16" and case in QWEN:

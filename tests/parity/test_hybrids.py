@@ -242,7 +242,7 @@ def test_shape_and_size_of_derived_hybrid_tensors_are_known_before_reading(refer
     config = read_model_config(directory)
     weights = open_weights(directory, config)
     for name in weights:
-        facts, tensor = weights.info(name), weights[name]
+        facts, tensor = weights.tensor_info(name), weights[name]
         assert (facts.shape, facts.weight_type, facts.nbytes) == (tensor.shape, tensor.weight_type, tensor.nbytes), name
         assert as_float32(tensor).shape == tensor.shape
     small = {name for name in quantization_schemes(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}

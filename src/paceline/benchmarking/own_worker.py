@@ -82,7 +82,7 @@ class OwnModel:
         }
         config = runtime.config
         if isinstance(runtime, NativeNetwork) and not any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):
-            unread = 0 if config.tied_embeddings else runtime.weights.info("embedding.weight").nbytes
+            unread = 0 if config.tied_embeddings else runtime.weights.tensor_info("embedding.weight").nbytes
             facts["weights_bytes"] = runtime.weights.nbytes - unread
             facts["cache_bytes_per_token"] = cache.bytes_per_token if config.sliding_window is None else None
         return facts

@@ -33,7 +33,7 @@ from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.layer_builder import NUM_EXPERTS_KEYS
 from paceline.models.layers import ExpertMLP
-from paceline.models.storage.fused_matrices import Rows, fused_in_layer, is_transposed, num_rows
+from paceline.models.storage.fused_matrices import RowSelection, fused_in_layer, is_transposed, num_rows
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
@@ -227,7 +227,7 @@ def _split_fused(files: HeadFiles, prefix: str, layers: ModelConfig) -> HeadFile
     return replace(files, tensors=tensors)
 
 
-def _read_fused_part(fused: FileTensor, part: str, rows: Rows) -> NDArray[Any]:
+def _read_fused_part(fused: FileTensor, part: str, rows: RowSelection) -> NDArray[Any]:
     array = fused.read_values()[rows]
     return np.ascontiguousarray(array.T if is_transposed(part) else array)
 

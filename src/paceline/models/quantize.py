@@ -38,7 +38,7 @@ def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None)
     """
     if quantization is not None:
         return quantization.bits
-    matrices = [info for info in map(weights.info, weights) if len(info.shape) > 1]
+    matrices = [info for info in map(weights.tensor_info, weights) if len(info.shape) > 1]
     return 8 * sum(info.nbytes for info in matrices) / max(1, sum(math.prod(info.shape) for info in matrices))
 
 
@@ -108,7 +108,7 @@ def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, i
 def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, QuantizationScheme]:
     """Return the quantisation schemes of the tensors to quantise, by name, in the order of `weights`."""
     is_tied = not weights.has_tensor("lm_head.weight")
-    found = {name: quantization_scheme(name, weights.info(name), options, is_also_lm_head=is_tied) for name in weights}
+    found = {name: quantization_scheme(name, weights.tensor_info(name), options, is_also_lm_head=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 

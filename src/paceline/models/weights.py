@@ -108,7 +108,7 @@ class Weights(Mapping[str, AnyTensor]):
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape, type and size of a tensor without computing it."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
@@ -126,7 +126,7 @@ class Weights(Mapping[str, AnyTensor]):
     @property
     def nbytes(self) -> int:
         """Return the bytes of all weights in memory."""
-        return sum(self.info(name).nbytes for name in self)
+        return sum(self.tensor_info(name).nbytes for name in self)
 
 
 @dataclass(frozen=True, slots=True)

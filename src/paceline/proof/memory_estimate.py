@@ -142,7 +142,7 @@ def estimate_memory(
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
-        schemes[name].nbytes(checkpoint.weights.info(name).shape)
+        schemes[name].nbytes(checkpoint.weights.tensor_info(name).shape)
         if name in schemes
         else _stored_bytes(checkpoint, name, pack_weights=backend == "native" and not schemes)
         for name in checkpoint.weights
@@ -163,7 +163,7 @@ def estimate_memory(
 
 def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, pack_weights: bool) -> int:
     """Return the bytes of a tensor that is not quantised here; GGUF blocks have the kernels' packed layout."""
-    facts = checkpoint.weights.info(name)
+    facts = checkpoint.weights.tensor_info(name)
     blocks = checkpoint.weights.stored_blocks(name) if pack_weights and facts.bits is not None else None
     if blocks is None:
         return facts.nbytes
@@ -176,7 +176,7 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
     """Return embedding tables that stay in the mapped file: their rows are looked up, never multiplied."""
     tables, weights = ["layer_embedding.weight"], checkpoint.weights
     is_made = isinstance(weights, MergedWeights) and weights.is_changed("embedding.weight")
-    if not checkpoint.config.tied_embeddings and weights.info("embedding.weight").bits is None and not is_made:
+    if not checkpoint.config.tied_embeddings and weights.tensor_info("embedding.weight").bits is None and not is_made:
         tables.append("embedding.weight")
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
 

@@ -251,7 +251,7 @@ def _check_mtp(
         )  # the copied lm_head has as many rows as the draft vocabulary
         if own.has_lm_head_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
-            copied = own.weights.info("lm_head.weight").nbytes
+            copied = own.weights.tensor_info("lm_head.weight").nbytes
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
     if options.normed_recurrence is None:  # reference code differs in the next feature
         facts = replace(facts, ambiguous_options=[("normed_recurrence", [False])])

@@ -257,7 +257,7 @@ def pass_costs(target: CheckpointFacts, quantization: QuantOptions | None, pass_
     Embeddings are not counted, because a pass looks up one row. Of experts only the chosen share is counted.
     """
     schemes = {} if quantization is None else quantization_schemes(target.weights, quantization)
-    facts = {name: target.weights.info(name) for name in target.weights}
+    facts = {name: target.weights.tensor_info(name) for name in target.weights}
     sizes = {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
     tables = {"layer_embedding.weight", *(() if target.config.tied_embeddings else ("embedding.weight",))}
     row_bytes = sum(size * _read_share(name, target.config) for name, size in sizes.items() if name not in tables)

@@ -211,7 +211,7 @@ def default_kv_cache_dtype(config: ModelConfig, weights: Weights, dtype: WeightT
     Args:
         dtype: compute type; None = that of the stored weights.
     """
-    if dtype is None and config.weight_type is WeightType.F32 and any(weights.info(name).bits is not None for name in weights):
+    if dtype is None and config.weight_type is WeightType.F32 and any(weights.tensor_info(name).bits is not None for name in weights):
         return KVCacheDtype.F16
     return KVCacheDtype((dtype or config.weight_type).value)
 
@@ -286,7 +286,7 @@ def load_head(
 
         shared = None
         if isinstance(lm_head_source, NativeNetwork):
-            shared = lm_head_source.packed_lm_head_rows(weights.info("lm_head.weight").shape[0])
+            shared = lm_head_source.packed_lm_head_rows(weights.tensor_info("lm_head.weight").shape[0])
         packed = {"lm_head": shared} if shared is not None else {}
         return NativeNetwork(
             definition, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed, kv_cache_dtype=kv_cache_dtype

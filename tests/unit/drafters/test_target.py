@@ -40,4 +40,4 @@ def test_heads_are_quantised_as_draft_models_and_copy_the_lm_head_only_on_reques
     found = target.quantize(weights, (), has_target_lm_head=has_target_lm_head)
     assert target.copies_lm_head == (setting.startswith("int"))
     is_kept = bits is None or (has_target_lm_head and setting == "auto")
-    assert (found.info("fc.weight").bits, found.info("lm_head.weight").bits) == (bits, None if is_kept else 8)
+    assert (found.tensor_info("fc.weight").bits, found.tensor_info("lm_head.weight").bits) == (bits, None if is_kept else 8)

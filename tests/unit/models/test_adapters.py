@@ -252,7 +252,7 @@ def test_quantised_matrices_with_a_merged_adapter_become_floats(tmp_path: Path) 
     plain = random_weights(CONFIG)
     base = quantized_weights(plain, QuantOptions(bits=8, group=64), None)
     ours = MergedWeights(base, CONFIG, read(write_adapter(tmp_path, of_queries())), weight_type=WeightType.BF16)
-    assert ours.info("layers.0.q_proj.weight").bits is None
+    assert ours.tensor_info("layers.0.q_proj.weight").bits is None
     assert isinstance(ours["layers.0.k_proj.weight"], GroupedTensor)
     assert any("2 quantised matrices become bf16 with the adapter merged" in notice for notice in ours.notices)
 

@@ -107,7 +107,7 @@ def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
 
 
 def test_packed_matrix_read_in_chunks_has_equal_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
+    monkeypatch.setattr("paceline.models.storage.packed_matrix._WEIGHTS_PER_CHUNK", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
         assert np.array_equal(as_float32(lazy_matrix(opened(tmp_path, case), WeightType.F32, 2).compute()), case.values.astype(np.float32))
 

@@ -9,7 +9,7 @@ from harness.gguf_checkpoints import HALVES, dequantize, random_blocks, write_ha
 from paceline.errors import BackendUnavailableError, CheckpointError
 from paceline.models.gguf import blocks as gguf_blocks
 from paceline.models.gguf import codebook_blocks
-from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES, convert_blocks_to_groups, grouped_matrix_size
+from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES, convert_to_grouped_matrix, grouped_matrix_size
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
@@ -33,7 +33,7 @@ def test_gguf_block_values_equal_the_gguf_package_bit_by_bit(name: str, seed: in
     for round_index in range(100 if large_counts else 3):
         raw = random_blocks(rng, name, NUM_ROWS, COLUMNS, scale=10.0 ** (round_index % 5 - 3))
         expected = dequantize(raw, name)
-        matrix = convert_blocks_to_groups(raw, block_type(name), "x")
+        matrix = convert_to_grouped_matrix(raw, block_type(name), "x")
         assert matrix.shape == (NUM_ROWS, COLUMNS)
         assert np.array_equal(bits(matrix.values()), bits(expected))
 
@@ -49,7 +49,7 @@ def test_extreme_gguf_block_values_equal_the_gguf_package(name: str) -> None:
             raw = blocks.reshape(1, -1)
             with np.errstate(over="ignore"):
                 expected = dequantize(raw, name)
-                found = convert_blocks_to_groups(raw, block_type(name), "x").values()
+                found = convert_to_grouped_matrix(raw, block_type(name), "x").values()
             assert np.array_equal(bits(found), bits(expected)), (byte, number)
 
 
@@ -58,23 +58,23 @@ def test_gguf_weight_rows_can_be_permuted(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
     assert np.array_equal(
-        convert_blocks_to_groups(raw, block_type(name), "x", order).values(),
-        convert_blocks_to_groups(raw, block_type(name), "x").values()[order],
+        convert_to_grouped_matrix(raw, block_type(name), "x", order).values(),
+        convert_to_grouped_matrix(raw, block_type(name), "x").values()[order],
     )
 
 
 @BY_TYPE
 def test_gguf_blocks_converted_in_chunks_are_equal(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    whole = convert_blocks_to_groups(raw, block_type(name), "x")
-    monkeypatch.setattr(gguf_blocks, "_CHUNK_ITEMS", 3 * COLUMNS)
-    assert same(convert_blocks_to_groups(raw, block_type(name), "x"), whole)
+    whole = convert_to_grouped_matrix(raw, block_type(name), "x")
+    monkeypatch.setattr(gguf_blocks, "_WEIGHTS_PER_CHUNK", 3 * COLUMNS)
+    assert same(convert_to_grouped_matrix(raw, block_type(name), "x"), whole)
 
 
 @BY_TYPE
 def test_gguf_converted_size_is_known_before_conversion(name: str, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    made = convert_blocks_to_groups(raw, block_type(name), "x")
+    made = convert_to_grouped_matrix(raw, block_type(name), "x")
     assert (made.bits, made.nbytes) == grouped_matrix_size((NUM_ROWS, COLUMNS), block_type(name), "x")
 
 
@@ -91,21 +91,21 @@ def test_gguf_block_scale_that_is_not_finite_is_refused(name: str, number: float
         block = raw[30:31, begin : begin + block_type(name).num_bytes]
         write_half(block, name, HALVES[name][0], np.array([number], "<f2"))
     with pytest.raises(CheckpointError, match=r"the tensor has a scale that is not finite in rows"):
-        convert_blocks_to_groups(raw, block_type(name), "the tensor")
+        convert_to_grouped_matrix(raw, block_type(name), "the tensor")
 
 
 def test_unsupported_gguf_block_type_error_lists_the_supported_ones() -> None:
     with pytest.raises(
         CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: use such a file"
     ):
-        convert_blocks_to_groups(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
+        convert_to_grouped_matrix(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
 
 
 def test_gguf_codebook_block_type_names_the_required_package(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook_blocks._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS need the package gguf: .*\[gguf\]"):
-        convert_blocks_to_groups(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
+        convert_to_grouped_matrix(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
 
 
 def same(one: GroupedMatrix, other: GroupedMatrix) -> bool:

@@ -214,7 +214,7 @@ def test_quantised_matrix_is_requantised_only_to_fewer_bits() -> None:
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group_size=32)) for bits in (8, 4))
 
     def scheme(tensor: GroupedTensor, bits: int) -> QuantizationScheme | None:
-        facts = Weights({"a": tensor}).info("a")
+        facts = Weights({"a": tensor}).tensor_info("a")
         return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_also_lm_head=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None

@@ -314,8 +314,8 @@ def test_quantising_needs_memory_for_one_tensor_at_a_time(tmp_path: Path) -> Non
 @pytest.mark.parametrize("cached", [True, False])
 def test_quantised_tensor_sizes_are_known_before_quantising(tmp_path: Path, cached: bool) -> None:
     found = quantized_weights(make_weights(), INT4, tmp_path if cached else None)
-    expected = [found.info(name) for name in found]
-    assert expected == [Weights(found).info(name) for name in found]
+    expected = [found.tensor_info(name) for name in found]
+    assert expected == [Weights(found).tensor_info(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
 
 

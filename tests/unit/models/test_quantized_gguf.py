@@ -48,10 +48,10 @@ def test_cached_quantised_gguf_is_not_converted_again(path: Path, tmp_path: Path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(stored_tensor, "convert_blocks_to_groups", fail)
+    monkeypatch.setattr(stored_tensor, "convert_to_grouped_matrix", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
-    assert {found.info(name).bits for name in found} == {None, 4}
-    assert all(found[name].shape == found.info(name).shape for name in found)
+    assert {found.tensor_info(name).bits for name in found} == {None, 4}
+    assert all(found[name].shape == found.tensor_info(name).shape for name in found)
 
 
 @pytest.mark.parametrize("block_type", ["BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0"])
@@ -59,9 +59,9 @@ def test_cached_quantised_gguf_is_not_converted_again(path: Path, tmp_path: Path
 def test_gguf_tensor_sizes_are_known_before_conversion(tmp_path: Path, block_type: str, regroup: bool) -> None:
     path = write_gguf(write_checkpoint(tmp_path / "hf", "phi3"), tmp_path / "model.gguf", block_type)
     weights = opened(path, regroup=regroup)
-    expected = {name: weights.info(name) for name in weights}
+    expected = {name: weights.tensor_info(name) for name in weights}
     assert not weights._tensors
-    assert expected == {name: Weights(weights).info(name) for name in weights}
+    assert expected == {name: Weights(weights).tensor_info(name) for name in weights}
 
 
 def test_gguf_cache_key_depends_on_block_type_and_head_layout(path: Path) -> None:

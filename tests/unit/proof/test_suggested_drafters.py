@@ -144,5 +144,5 @@ def test_weight_bytes_per_row_exclude_embeddings_and_unselected_experts(tmp_path
     path = write_checkpoint(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
                             moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[])  # fmt: skip
     facts = read_checkpoint_facts(path)
-    experts = sum(facts.weights.info(name).nbytes for name in facts.weights if ".experts." in name)
+    experts = sum(facts.weights.tensor_info(name).nbytes for name in facts.weights if ".experts." in name)
     assert pass_costs(facts, None, PASS_S).row_bytes == facts.weights.nbytes - VOCAB_SIZE * 64 * 4 - 0.75 * experts

@@ -46,7 +46,7 @@ def test_gguf_panels_equal_converted_groups_in_any_row_and_column_order(name: st
     plain = blocks_of(random, name)
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
         for runs in run_orders(random):
-            blocks = StoredBlocks(plain.raw, plain.block_type, plain.source_name, order, runs)
+            blocks = StoredBlocks(plain.raw, plain.block_type, plain.stored_name, order, runs)
             assert same(pack_gguf_blocks(blocks, num_threads), pack_weights(blocks.to_grouped_matrix(), 1)), (order is None, runs)
 
 
@@ -62,7 +62,7 @@ def test_gguf_panels_are_right_for_sizes_that_fill_no_panel(name: str, seed: int
 def test_gguf_panels_are_packed_from_strided_rows(name: str, seed: int) -> None:
     """Every other row of a tensor, as experts and stacks of projections are views of one."""
     plain = blocks_of(np.random.default_rng(seed), name)
-    blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.source_name)
+    blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.stored_name)
     assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.to_grouped_matrix(), 1))
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from harness.gguf_checkpoints import HALVES, random_blocks
 from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import convert_blocks_to_groups
+from paceline.models.gguf.blocks import convert_to_grouped_matrix
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting
@@ -45,7 +45,7 @@ def raw_blocks(random: np.random.Generator, name: str, outputs: int = OUTPUTS, c
 
 def stored(name: str, raw: NDArray[np.uint8], block: int = 256) -> GroupedMatrix:
     """The matrix; with blocks of 128 columns, its halves of super-blocks are in another order."""
-    matrix = convert_blocks_to_groups(raw, block_type(name), name)
+    matrix = convert_to_grouped_matrix(raw, block_type(name), name)
     return matrix if block == 256 else matrix.reorder_runs(half_order(matrix.shape[1]))
 
 
@@ -183,7 +183,7 @@ def test_super_blocks_split_by_a_column_order_get_float32_scales(name: str, seed
     random = np.random.default_rng(seed)
     raw, rows = raw_blocks(random, name), rows_of(random, 3)
     runs = random.permutation(COLUMNS // 32)
-    matrix = convert_blocks_to_groups(raw, block_type(name), name).reorder_runs(runs)
+    matrix = convert_to_grouped_matrix(raw, block_type(name), name).reorder_runs(runs)
     assert matrix.super_blocks is None
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(OUTPUTS, -1, 32)[:, runs].reshape(OUTPUTS, COLUMNS)
     assert np.array_equal(pack_weights(matrix, 1).rows(np.arange(OUTPUTS, dtype=np.int32)), expected)

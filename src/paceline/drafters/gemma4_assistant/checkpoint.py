@@ -208,7 +208,7 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
     if _LM_HEAD_TENSOR in file.tensors:  # this assistant's lm_head is not its token embedding
         tensors["embedding.weight"] = _LM_HEAD_TENSOR, (layers.vocab_size, layers.hidden_size)
     extra = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
-    return GgufWeights(file, layers, extra=extra, num_threads=num_threads), names.get(_ORDERING, "")
+    return GgufWeights(file, layers, extra_tensors=extra, num_threads=num_threads), names.get(_ORDERING, "")
 
 
 def _read_target_hidden_size(file: GgufFile) -> int:

@@ -1,4 +1,4 @@
-"""A LoRA adapter in float32. An X-LoRA adapter is several LoRA adapters in one, with a classifier that weights them for each token.
+"""A LoRA adapter in float32. An X-LoRA adapter consists of several LoRA adapters, and a classifier that weighs them for each token.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1; Buehler and Buehler 2024, "X-LoRA: Mixture of
 Low-Rank Adapter Experts", section 2 (arXiv:2402.07148).
@@ -16,8 +16,8 @@ class LowRankUpdate:
     """The low-rank update of a matrix W: its output for x becomes W x + lora_b @ (lora_a @ x).
 
     Attributes:
-        lora_a: [rank, in_features]; for the embedding [rank, vocab_size], of which a token looks up its column.
-        lora_b: [out_features, rank], multiplied by the scale alpha / rank.
+        lora_a: [rank, in_features]; for the embedding [rank, vocab_size], where a token selects its column.
+        lora_b: [out_features, rank], already multiplied by the scale, which is usually alpha / rank.
     """
 
     lora_a: NDArray[np.float32]
@@ -26,7 +26,7 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class XLoraMixture:
-    """How X-LoRA weights its K adapters for each token.
+    """How X-LoRA weighs its K adapters for each token.
 
     The low-rank matrices of all adapters are concatenated along the rank. Before the forward pass for logits, a scaling pass computes the
     token's hidden state, from which the classifier computes L * K scalings. Each value of `lora_a @ x` is multiplied by one of them.
@@ -54,7 +54,7 @@ class XLoraMixture:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter. Its matrices are named as in the target's checkpoint without `model.` and `.weight`: `layers.0.self_attn.q_proj`.
+    """One adapter. Its matrices have their names in the target's checkpoint without `model.` and `.weight`: `layers.0.self_attn.q_proj`.
 
     Attributes:
         name: name by which requests select the adapter.
@@ -62,7 +62,7 @@ class Adapter:
         low_rank_updates: low-rank updates of matrices, by name.
         biases: [out_features], added to the output of a matrix, by name.
         replacements: matrices that replace the target's, by name: only `embed_tokens` and `lm_head`.
-        mixture: how X-LoRA weights the updates; None = a plain LoRA adapter.
+        mixture: how X-LoRA weighs the updates; None = a plain LoRA adapter.
     """
 
     name: str

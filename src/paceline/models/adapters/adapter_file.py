@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, name_list
 from paceline.models.families.family import Family
 from paceline.models.storage.stacked_experts import standard_expert_name
-from paceline.models.storage.stored_model import ENCODER_PREFIXES, TEXT_MODEL_PREFIXES, strip_multimodal_prefix
+from paceline.models.storage.stored_model import ENCODER_PREFIXES, TEXT_MODEL_PREFIXES, replace_multimodal_prefix
 from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.small_files import check_regular_file, is_file
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."
-_LORA_TENSOR_NAME = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.(weight|bias))?")
-_BIAS_OR_WEIGHT_NAME = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)")
+_LORA_TENSOR_NAME_PATTERN = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.(weight|bias))?")
+_BIAS_OR_WEIGHT_NAME_PATTERN = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)")
 _BASE_LAYER_SUFFIX = ".base_layer"
 _FLOAT_TYPES = ("F32", "F16", "F64", "BF16")
 
@@ -39,7 +39,7 @@ class ModuleTensors:
     """The tensors of an adapter file for one module.
 
     Attributes:
-        name: name of the module, without prefixes of multimodal models, and with experts named as in most families.
+        name: name of the module, without prefixes of multimodal models. Experts are named `mlp.experts.{index}.gate_proj` and so on.
         name_in_file: name of the module in the file, without PEFT's prefix.
         is_embedding: whether the low-rank matrices are lora_embedding_A and lora_embedding_B.
         tensors: for each role the full name of the tensor in the file, and the tensor.
@@ -81,7 +81,7 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
         raise CheckpointError(f"{path} holds {found}: use another adapter")
     names = [name.removeprefix(_PEFT_PREFIX) for name in text_tensors]
     prefix = next((prefix for prefix in TEXT_MODEL_PREFIXES if any(name.startswith(prefix) for name in names)), None)
-    by_module: dict[tuple[str, bool], ModuleTensors] = {}
+    by_module: dict[tuple[str, bool], ModuleTensors] = {}  # key: module, and whether its low-rank matrices are those of an embedding
     unknown = []
     for name, tensor in text_tensors.items():
         parsed = _parse_tensor_name(name.removeprefix(_PEFT_PREFIX))
@@ -89,7 +89,7 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
             unknown.append(name)
             continue
         module, role, is_embedding = parsed
-        plain = module if prefix is None else strip_multimodal_prefix(module, prefix)
+        plain = module if prefix is None else replace_multimodal_prefix(module, prefix)
         adapted = by_module.setdefault((plain, is_embedding), ModuleTensors(_standard_module_name(plain, family), module, is_embedding))
         if role in adapted.tensors:
             raise CheckpointError(f"{path} holds {name} and {adapted.tensors[role][0]}, which are the same tensor: export it again")
@@ -131,21 +131,21 @@ def strip_base_layer_suffix(module: str) -> str:
 
 
 def _parse_tensor_name(name: str) -> tuple[str, TensorRole, bool] | None:
-    """Return a tensor's module, its role, and whether the module is an embedding; None if the name is unknown."""
-    if (found := _LORA_TENSOR_NAME.fullmatch(name)) is not None:
+    """Return a tensor's module, its role (such as lora_A or bias) and whether the module is an embedding; None if the name is unknown."""
+    if (found := _LORA_TENSOR_NAME_PATTERN.fullmatch(name)) is not None:
         module, matrix, leaf = found.groups()
         is_embedding = matrix.startswith("lora_embedding_")
         role = TensorRole.LORA_A if matrix.endswith("A") else TensorRole.LORA_B
         if leaf == "bias":
             return None if role is TensorRole.LORA_A or is_embedding else (module, TensorRole.LORA_B_BIAS, False)
         return module, role, is_embedding
-    if (found := _BIAS_OR_WEIGHT_NAME.fullmatch(name)) is not None and ".lora_" not in name:
+    if (found := _BIAS_OR_WEIGHT_NAME_PATTERN.fullmatch(name)) is not None and ".lora_" not in name:
         return found[1], TensorRole(found[2]), False
     return None
 
 
 def _standard_module_name(module: str, family: Family) -> str:
-    """Return a module's name with its experts named as in most families (`standard_expert_name`)."""
+    """Return a module's name, with `mlp.experts.{index}.gate_proj` and so on for the matrices of experts."""
     plain = strip_base_layer_suffix(module)
     standard = standard_expert_name(f"{plain}.weight", family).removesuffix(".weight")
     return standard if standard != plain else standard_expert_name(f"{plain}.down_proj", family).removesuffix(".down_proj")

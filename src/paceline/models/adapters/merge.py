@@ -15,7 +15,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, to_weight_type
 
-_CHUNK_VALUES = 1 << 20
+_WEIGHTS_PER_CHUNK = 1 << 20  # few, to keep temporary arrays small
 Floats = NDArray[np.float32]
 
 
@@ -50,7 +50,7 @@ class MergedWeights(LazyWeights):
         self._base, self._adapter, self._type = base, adapter, weight_type
         self._type_if_quantized, self._caller_quantizes = type_if_quantized or weight_type, caller_quantizes
         is_untied = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
-        self._sources = {"lm_head.weight": "embedding.weight"} if is_untied else {}
+        self._base_names = {"lm_head.weight": "embedding.weight"} if is_untied else {}
         pairs = [(name, matrix) for name, matrices in network_matrices(config).items() for matrix in matrices]
         self._changed = {
             f"{matrix.name}.weight": (name, matrix)
@@ -58,21 +58,21 @@ class MergedWeights(LazyWeights):
             if name in {**adapter.low_rank_updates, **adapter.replacements}
         }
         self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in pairs if name in adapter.biases}
-        names = dict.fromkeys((*base, *self._sources, *self._biases))
+        names = dict.fromkeys((*base, *self._base_names, *self._biases))
         super().__init__(names, self._make_tensor)
         self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
         self.packed_matrices = {name: matrix for name, matrix in base.packed_matrices.items() if name not in self._changed}
         self.notices = (*base.notices, *self._merge_notices())
 
     def read_rows(self, name: str, row_indices: NDArray[np.int32]) -> Floats:
-        source = self._sources.get(name, name)
-        return super().read_rows(name, row_indices) if self.is_changed(name) else self._base.read_rows(source, row_indices)
+        base_name = self._base_names.get(name, name)
+        return super().read_rows(name, row_indices) if self.is_changed(name) else self._base.read_rows(base_name, row_indices)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         if name in self._biases:
             size = len(self._adapter_bias(name))
             return TensorInfo((size,), WeightType.F32, None, 4 * size)
-        info = self._base.info(self._sources.get(name, name))
+        info = self._base.tensor_info(self._base_names.get(name, name))
         if name not in self._changed:
             return info
         weight_type = self._type if info.bits is None else self._type_if_quantized
@@ -80,23 +80,24 @@ class MergedWeights(LazyWeights):
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def stored_blocks(self, name: str) -> StoredBlocks | None:
-        return None if self.is_changed(name) else self._base.stored_blocks(self._sources.get(name, name))
+        return None if self.is_changed(name) else self._base.stored_blocks(self._base_names.get(name, name))
 
     @property
     def changed_bytes(self) -> int:
-        """Return the bytes in memory of all matrices that the adapter changes."""
-        return 0 if self._caller_quantizes else sum(self.info(name).nbytes for name in self._changed)
+        """Return how many bytes all matrices that the adapter changes take in memory."""
+        return 0 if self._caller_quantizes else sum(self.tensor_info(name).nbytes for name in self._changed)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
-        source = self._sources.get(name, name)
-        base = self._base.source_arrays(source) if self._base.has_tensor(source) else ()
+        """Return the arrays in the model's files from which a tensor is computed, and the digest of an adapter that changes it."""
+        base_name = self._base_names.get(name, name)
+        base = self._base.source_arrays(base_name) if self._base.has_tensor(base_name) else ()
         return (*base, np.frombuffer(self._adapter.digest, np.uint8)[None]) if self.is_changed(name) else base
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
-        source = self._sources.get(name, name)
-        if self._base.has_tensor(source):  # a bias may exist only in the adapter
-            self._base.free_tensor(source)
+        base_name = self._base_names.get(name, name)
+        if self._base.has_tensor(base_name):  # a bias may exist only in the adapter
+            self._base.free_tensor(base_name)
 
     def is_changed(self, name: str) -> bool:
         """Return whether the adapter changes this tensor."""
@@ -105,10 +106,10 @@ class MergedWeights(LazyWeights):
     def _merge_notices(self) -> Iterable[str]:
         """Yield messages for users: tokens may differ from those of a separate adapter, and merging takes memory."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: tokens may differ from those with a separate adapter"
-        quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
+        quantised = [name for name in self._changed if self._base.tensor_info(self._base_names.get(name, name)).bits is not None]
         if quantised and not self._caller_quantizes:
-            size = sum(self.info(name).nbytes for name in quantised)
-            stored = sum(self._base.info(self._sources.get(name, name)).nbytes for name in quantised)
+            size = sum(self.tensor_info(name).nbytes for name in quantised)
+            stored = sum(self._base.tensor_info(self._base_names.get(name, name)).nbytes for name in quantised)
             yield (
                 f"{len(quantised)} quantised matrices become {self._type_if_quantized.value} with the adapter merged: {size / 1e9:.2g} GB "
                 f"in memory instead of {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loading the "
@@ -120,25 +121,25 @@ class MergedWeights(LazyWeights):
             bias = self._adapter_bias(name)
             values = bias + as_float32(self._base[name]) if self._base.has_tensor(name) else bias
             return Tensor(values, WeightType.F32, values.shape)
-        source = self._sources.get(name, name)
+        base_name = self._base_names.get(name, name)
         if name not in self._changed:
-            return self._base[source]
-        merged = self._merged_matrix(name, source)
-        if source == name:
+            return self._base[base_name]
+        merged = self._merged_matrix(name, base_name)
+        if base_name == name:
             self._base.free_tensor(name)
         return merged
 
-    def _merged_matrix(self, name: str, source: str) -> Tensor:
+    def _merged_matrix(self, name: str, base_name: str) -> Tensor:
         changed, matrix = self._changed[name]
         update, replacement = self._adapter.low_rank_updates.get(changed), self._adapter.replacements.get(changed)
-        tensor = self._base[source] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
+        tensor = self._base[base_name] if replacement is None else Tensor(replacement, WeightType.F32, replacement.shape)
         if update is not None and changed == EMBEDDING:
             update = LowRankUpdate(update.lora_b.T, update.lora_a.T)
         elif update is not None:
             update = LowRankUpdate(update.lora_a, matrix.select_rows(update.lora_b))
-        weight_type = self.info(name).weight_type
+        weight_type = self.tensor_info(name).weight_type
         merged = np.empty(tensor.shape, weight_type.numpy_dtype)
-        step = max(1, _CHUNK_VALUES // tensor.shape[1])
+        step = max(1, _WEIGHTS_PER_CHUNK // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
             rows = slice(start, start + step)
             values = as_float32(tensor, rows)

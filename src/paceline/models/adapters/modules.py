@@ -11,8 +11,8 @@ from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig
 from paceline.models.storage.fused_matrices import (
-    Rows,
     RowsByMatrix,
+    RowSelection,
     consecutive_rows,
     fused_by_key_head,
     fused_in_layer,
@@ -24,7 +24,7 @@ from paceline.models.weights import half_split_order
 
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 _CONVOLUTION_MODULE = "conv"
-_LATENT_UP_PROJECTIONS = re.compile(r"\.[kv]_up\.\d+$")  # adapters cannot change these matrices of latent attention
+_LATENT_UP_PROJECTION_PATTERN = re.compile(r"\.[kv]_up\.\d+$")  # adapters cannot change these matrices of latent attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TargetModule:
     """
 
     shape: tuple[int, int]
-    rows_by_matrix: Mapping[str, Rows | None]
+    rows_by_matrix: Mapping[str, RowSelection | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ExpertParameter:
     """
 
     shape: tuple[int, int]
-    rows_by_expert: tuple[Mapping[str, Rows], ...]
+    rows_by_expert: tuple[Mapping[str, RowSelection], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ class NetworkMatrix:
 
     Attributes:
         name: internal name in `Weights`, without `.weight`.
-        adapter_rows: rows of the adapter's matrix that change this matrix, in the network's order; None = all rows in order.
+        lora_b_rows: rows of lora_b, and elements of the bias, that change this matrix, in the network's order; None = all in order.
     """
 
     name: str
-    adapter_rows: Rows | None = None
+    lora_b_rows: RowSelection | None = None
 
     def select_rows(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the rows of the adapter's matrix or bias that change this matrix."""
-        return values if self.adapter_rows is None else values[self.adapter_rows]
+        """Return the rows of lora_b, or the elements of a bias, that change this matrix."""
+        return values if self.lora_b_rows is None else values[self.lora_b_rows]
 
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
@@ -137,7 +137,7 @@ def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for tensor_name, stored_name in checkpoint_names(config).items():
         name, _, kind = tensor_name.rpartition(".")
-        if name == "layer_embedding" or name.rpartition(".")[2] == _CONVOLUTION_MODULE or _LATENT_UP_PROJECTIONS.search(name):
+        if name == "layer_embedding" or name.rpartition(".")[2] == _CONVOLUTION_MODULE or _LATENT_UP_PROJECTION_PATTERN.search(name):
             continue
         if kind == "weight" and len(shapes[tensor_name]) == 2:
             module = stored_name.removesuffix(".weight")
@@ -162,7 +162,7 @@ def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, RowsByM
 
 
 def _rotary_row_order(name: str, num_rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
-    """Return the checkpoint's row for each row of a q or k matrix that loading reorders (`half_split_order`); None = the same order."""
+    """Return the checkpoint's row for each row of a q or k matrix that loading reorders; None = the same order."""
     part = name.rpartition(".")[2]
     if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None

@@ -33,12 +33,9 @@ class NetworkAdapter:
         return EMBEDDING in self.low_rank_updates or EMBEDDING in self.replacements
 
     def adapt_embeddings(self, embeddings: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the embeddings [T, E] of tokens with the adapter applied, before `embedding_scale`.
+        """Return the target's `embeddings` [T, E] of tokens with the adapter applied, before `embedding_scale`.
 
         The products are added rank by rank, so that a token's bits do not depend on T.
-
-        Args:
-            embeddings: the target's embeddings of the tokens.
         """
         if EMBEDDING in self.replacements:
             return self.replacements[EMBEDDING][token_ids]
@@ -52,7 +49,7 @@ class NetworkAdapter:
 
 
 def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
-    """Return an adapter of this model (`read_any_adapter`) with the names and the row order of its network.
+    """Convert an adapter that `read_any_adapter` returned to the names and the row order of the network with this config.
 
     Raises:
         ConfigError: The adapter both replaces and updates a matrix, which only merging supports.

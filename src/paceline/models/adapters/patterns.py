@@ -17,11 +17,11 @@ from paceline.isolated import Failure, IsolatedError, Limits, run
 ALL_LINEAR = "all-linear"
 _LM_HEAD = "lm_head"
 _LITERAL_PATTERN = re.compile(r"\^?[\w.-]{1,500}")
-_LAYER_INDEX = re.compile(r".*?\.[^.]*\.(\d{1,9})\.")
+_LAYER_INDEX_PATTERN = re.compile(r".*?\.[^.]*\.(\d{1,9})\.")
 _MAX_PATTERN_CHARS = 200_000
 _TIMEOUT_S = 10.0
-_MEMORY_BYTES = 1 << 30
-_MATCH_FUNCTION = "paceline.models.adapters.patterns:match_patterns"
+_MAX_MEMORY_BYTES = 1 << 30
+_MATCH_FUNCTION_NAME = "paceline.models.adapters.patterns:match_patterns"  # the separate process calls this function
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class ModuleSelector:
     layers_pattern: tuple[str, ...]
 
     def select_modules(self, modules: Sequence[str]) -> list[str]:
-        """Return the names in `modules` of those that get low-rank matrices.
+        """Return the names of the modules that get low-rank matrices.
 
         Raises:
-            CheckpointError: A regular expression is malformed or takes too long.
+            CheckpointError: A regular expression is malformed, or takes too long to match.
         """
         found = self._select_targets(modules)
         if self.exclude_modules:
@@ -72,7 +72,7 @@ class ModuleSelector:
     def _layer_index(self, name: str) -> int | None:
         """Return the layer index in a module's name; None if the name has no index."""
         expressions = [re.compile(rf"(?:.*?\.)?{re.escape(list_name)}\.(\d{{1,9}})\.") for list_name in self.layers_pattern] or [
-            _LAYER_INDEX
+            _LAYER_INDEX_PATTERN
         ]
         found = next((match for expression in expressions if (match := expression.match(name))), None)
         return None if found is None else int(found[1])
@@ -85,7 +85,7 @@ def first_matching_patterns(patterns: Sequence[str], modules: Sequence[str], pat
         path: path of the file with the patterns, for errors.
 
     Raises:
-        CheckpointError: A pattern is malformed or takes too long.
+        CheckpointError: A pattern is malformed, or takes too long to match.
     """
     expressions = [pattern for pattern in patterns if _LITERAL_PATTERN.fullmatch(pattern) is None]
     matches = _match_in_process([rf"(.*\.)?({pattern})" for pattern in expressions], modules, path) if expressions and modules else []
@@ -107,7 +107,7 @@ def _match_in_process(patterns: Sequence[str], names: Sequence[str], path: Path)
     if sum(map(len, patterns)) > _MAX_PATTERN_CHARS:
         raise CheckpointError(f"{path} holds regular expressions of more than {_MAX_PATTERN_CHARS} characters: name the modules one by one")
     try:
-        matches: list[list[bool]] = run(_MATCH_FUNCTION, json.dumps([patterns, names]), Limits(_TIMEOUT_S, _MEMORY_BYTES))
+        matches: list[list[bool]] = run(_MATCH_FUNCTION_NAME, json.dumps([patterns, names]), Limits(_TIMEOUT_S, _MAX_MEMORY_BYTES))
     except IsolatedError as error:
         if error.failure is Failure.TIME:
             raise CheckpointError(
@@ -119,6 +119,6 @@ def _match_in_process(patterns: Sequence[str], names: Sequence[str], path: Path)
 
 
 def match_patterns(patterns_and_names: tuple[Sequence[str], Sequence[str]]) -> list[list[bool]]:
-    """Return for each pattern a list with whether it fully matches each name."""
+    """Return a list for each pattern: for every name, whether the pattern matches the whole name."""
     patterns, names = patterns_and_names
     return [[expression.fullmatch(name) is not None for name in names] for expression in map(re.compile, patterns)]

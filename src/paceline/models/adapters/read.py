@@ -19,12 +19,12 @@ from paceline.models.adapters.settings import read_settings
 from paceline.models.adapters.target import AdapterTargets
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.storage.fused_matrices import Rows
+from paceline.models.storage.fused_matrices import RowSelection
 from paceline.models.weights import Weights
 
 MAX_ADAPTER_NAME_LEN = 200
 _ROWS_PER_COMPARISON = 4096
-NUM_FLOAT32_COPIES = 2  # an adapter is twice in memory: as read, and as the runtime stores it
+MAX_ADAPTER_COPIES = 2  # float32 copies in memory at once while an adapter is loaded: the tensors read, and what the runtime stores
 Floats = NDArray[np.float32]
 
 
@@ -54,14 +54,14 @@ def read_adapter(
     builder = _AdapterBuilder(path, targets, config, weights)
     for module in modules:
         builder.add_module(module)
-    if settings.ties_lm_head and config.tied_embeddings:
+    if settings.changes_tied_lm_head and config.tied_embeddings:
         builder.copy_embedding_changes_to_lm_head()
     return builder.build(name)
 
 
 def _check_memory(path: Path, modules: Sequence[ModuleTensors], memory_bytes: int) -> None:
     """Refuse an adapter that does not fit into memory: the operating system would kill the process."""
-    size = NUM_FLOAT32_COPIES * 4 * sum(math.prod(tensor.shape) for module in modules for _, tensor in module.tensors.values())
+    size = MAX_ADAPTER_COPIES * 4 * sum(math.prod(tensor.shape) for module in modules for _, tensor in module.tensors.values())
     if size > memory_bytes:
         raise CapacityError(
             f"{path} takes {size / 1e9:.3g} GB while it is read, {memory_bytes / 1e9:.3g} GB are free: use an adapter of a lower rank, "
@@ -112,7 +112,7 @@ class _AdapterBuilder:
             self._add_replacement(next(iter(target.rows_by_matrix)), self._read_values(module, TensorRole.FULL_WEIGHT))
 
     def copy_embedding_changes_to_lm_head(self) -> None:
-        """Apply the changes of the embedding to the tied lm_head as well."""
+        """Apply the adapter's changes to the embedding to the tied lm_head as well."""
         if EMBEDDING in self._replacements:
             self._replacements.setdefault(LM_HEAD, self._replacements[EMBEDDING])
         if EMBEDDING in self._updates and LM_HEAD not in self._updates:
@@ -125,6 +125,7 @@ class _AdapterBuilder:
         return Adapter(name, digest, self._updates, self._biases, self._replacements)
 
     def _read_values(self, module: ModuleTensors, role: TensorRole) -> Floats:
+        """Return the tensor that has a role in a module, such as lora_A or bias, in float32."""
         name, tensor = module.tensors[role]
         return as_float32(self._path, name, tensor)
 
@@ -157,13 +158,13 @@ class _AdapterBuilder:
                 self._biases[name] = self._biases[name] + bias if name in self._biases else bias
 
     def _add_replaced_biases(self, module: TargetModule, values: Floats) -> None:
-        """Add biases that replace the target's, stored as the difference between the two."""
+        """Add biases that replace the target's. The adapter then holds the new bias minus the target's bias."""
         if self._weights is None:
             raise ConfigError(f"{self._path} holds biases that replace the model's: pass `weights`, which they are compared with")
         for name, rows in module.rows_by_matrix.items():
             difference = np.array(_select_rows(values, rows))
             for matrix in self._targets.matrices[name]:
-                selected = slice(None) if matrix.adapter_rows is None else matrix.adapter_rows
+                selected = slice(None) if matrix.lora_b_rows is None else matrix.lora_b_rows
                 part = difference[selected]
                 difference[selected] = part - self._weights.read_rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
             self._add_biases(TargetModule(module.shape, {name: None}), difference)
@@ -179,7 +180,7 @@ class _AdapterBuilder:
         return all(np.array_equal(weights.read_rows(f"{matrix_name}.weight", rows), values[rows]) for rows in chunks)
 
 
-def _select_rows(values: Floats, rows: Rows | None) -> Floats:
+def _select_rows(values: Floats, rows: RowSelection | None) -> Floats:
     return values if rows is None else values[rows]
 
 

@@ -39,14 +39,14 @@ class AdapterSettings:
 
     Attributes:
         path: path of the adapter_config.json.
-        base_model: base_model_name_or_path, which errors name.
+        base_model: base_model_name_or_path, for errors.
         rank, alpha: rank and alpha of modules that no pattern in `rank_pattern` or `alpha_pattern` matches.
         rank_pattern, alpha_pattern: rank and alpha by pattern of module names, in the order of the file.
         is_rank_stabilized: use_rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
         module_selector: selects the modules that the adapter changes.
         target_parameters: suffixes of parameters that the adapter changes in addition to modules.
         has_low_rank_biases: lora_bias: each lora_B has a bias.
-        ties_lm_head: ensure_weight_tying: changes of the embedding also apply to a tied lm_head.
+        changes_tied_lm_head: ensure_weight_tying: the adapter's changes to the embedding also apply to an lm_head that is tied to it.
     """
 
     path: Path
@@ -59,10 +59,10 @@ class AdapterSettings:
     module_selector: ModuleSelector
     target_parameters: tuple[str, ...]
     has_low_rank_biases: bool
-    ties_lm_head: bool
+    changes_tied_lm_head: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of lora_B @ lora_A: alpha / rank, or alpha / sqrt(rank)."""
+        """Return the factor of lora_B @ lora_A: alpha / rank, or with `use_rslora` alpha / sqrt(rank)."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -100,7 +100,7 @@ def read_settings(directory: Path) -> AdapterSettings:
         ),
         target_parameters=tuple(_read_names(fields, "target_parameters")),
         has_low_rank_biases=fields.flag("lora_bias", default=False),
-        ties_lm_head=fields.flag("ensure_weight_tying", default=False),
+        changes_tied_lm_head=fields.flag("ensure_weight_tying", default=False),
     )
 
 

@@ -26,7 +26,7 @@ class AdapterTargets:
     """Maps each module in an adapter file to the matrices of the target that it changes.
 
     Attributes:
-        matrices: the result of `network_matrices`.
+        matrices: the matrices of the network that each matrix of `Adapter` changes, by the name in `Adapter`.
     """
 
     def __init__(self, path: Path, modules: Sequence[ModuleTensors], settings: AdapterSettings, config: ModelConfig) -> None:
@@ -44,14 +44,14 @@ class AdapterTargets:
                 "before this projection; merge the adapter into the checkpoint with PEFT, or train it without kv_b_proj"
             )
         self._ranks = self._find_ranks_and_alphas()
-        self._changes_tied_head = settings.ties_lm_head and config.tied_embeddings
+        self._changes_tied_lm_head = settings.changes_tied_lm_head and config.tied_embeddings
         self._check_names_and_shapes()
         self._check_low_rank_biases()
         self._check_selected_modules()
         self._check_saved_modules()
 
     def find_target(self, module: ModuleTensors) -> TargetModule | ExpertParameter | None:
-        """Return the linear layer, or the parameter that stacks experts, that a module changes; None if `__init__` refuses the module."""
+        """Return the linear layer, or the parameter that stacks experts, that a module changes; None if adapters cannot change it."""
         parameter = self._expert_parameter_name(module)
         return self._target_modules.get(module.name) if parameter is None else self._expert_parameters[parameter]
 
@@ -61,7 +61,7 @@ class AdapterTargets:
         return rank, self._settings.scale(rank, alpha)
 
     def _name_for_selection(self, module: ModuleTensors) -> str:
-        """Return the name that `target_modules` and similar settings must match. It ends with the parameter if a module stacks several."""
+        """Return the name that settings such as `target_modules` must match. It ends with the parameter if the module has several."""
         parameter, name = self._expert_parameter_name(module), strip_base_layer_suffix(module.name_in_file)
         return name if parameter is None or module.name in self._expert_parameters else f"{name}.{parameter.rpartition('.')[2]}"
 
@@ -82,7 +82,7 @@ class AdapterTargets:
         }
 
     def _expert_parameter_name(self, module: ModuleTensors) -> str | None:
-        """Return the parameter that stacks experts and that a module adapts, found by shape; None = the module adapts a linear layer."""
+        """Return the stacked parameter of experts that a module changes, found by name or shape; None = it changes a linear layer."""
         if module.name in self._expert_parameters:
             return module.name
         shape_a, shape_b = module.tensor_shape(TensorRole.LORA_A), module.tensor_shape(TensorRole.LORA_B)
@@ -93,7 +93,7 @@ class AdapterTargets:
         return next((name for name in names if name in parameters and parameters[name].shape == (shape_b[0:1] + shape_a[1:2])), None)
 
     def _expected_shapes(self, module: ModuleTensors) -> dict[TensorRole, tuple[int, ...]]:
-        """Return the required shapes of a module's tensors by role, for the roles that are allowed."""
+        """Return the required shape of each tensor that a module may have in the file, by role, such as lora_A or bias."""
         target = self.find_target(module)
         if target is None:
             return {}
@@ -160,7 +160,7 @@ class AdapterTargets:
         parameter_suffixes = tuple(f".{name}" for name in settings.target_parameters)
         selected = {name for name in adapted if f".{name}".endswith(parameter_suffixes) or f".{name}.weight".endswith(parameter_suffixes)}
         selected.update(settings.module_selector.select_modules(list(adapted)))
-        tied_head = LM_HEAD if self._changes_tied_head else None
+        tied_head = LM_HEAD if self._changes_tied_lm_head else None
         unselected = [name for name, module in adapted.items() if name not in selected and module.name != tied_head]
         if unselected:
             raise CheckpointError(
@@ -195,7 +195,7 @@ class AdapterTargets:
         if not suffixes:
             return
         held = {module.name for module in self._adapter_modules if TensorRole.FULL_WEIGHT in module.tensors}
-        if self._changes_tied_head and held:
+        if self._changes_tied_lm_head and held:
             held.add(LM_HEAD)
         paths = [name.split(".") for name in checkpoint_names(self._config).values()]
         modules = (LM_HEAD, *(".".join(path[:end]) for path in paths for end in range(1, len(path))))

@@ -1,4 +1,4 @@
-"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier, and the LoRA adapters that the classifier weights.
+"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier, and the LoRA adapters that the classifier weighs.
 
 Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 """
@@ -17,7 +17,7 @@ from paceline.errors import CheckpointError, name_list, shortened
 from paceline.models.adapters.adapter import Adapter, LowRankUpdate, XLoraMixture
 from paceline.models.adapters.adapter_file import ADAPTER_FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
-from paceline.models.adapters.read import NUM_FLOAT32_COPIES, check_adapter_name, read_adapter
+from paceline.models.adapters.read import MAX_ADAPTER_COPIES, check_adapter_name, read_adapter
 from paceline.models.adapters.settings import CONFIG_FILE, read_settings
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
@@ -26,10 +26,10 @@ from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.models.weights import Weights
 from paceline.small_files import is_file, read_json
 
-_CLASSIFIER_TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
+_CLASSIFIER_TENSOR_PATTERN = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
 _SCALED_MATRIX_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Order of a layer's matrices in the classifier's output if every matrix has its own scalings."""
-_LAYER_MATRIX_NAME = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
+_LAYER_MATRIX_NAME_PATTERN = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 Floats = NDArray[np.float32]
 _MAX_CLASSIFIER_DEPTH, _MAX_CLASSIFIER_WIDTH, _MAX_ADAPTERS = 64, 2**20, 256
 _MIN_TEMPERATURE = 2.0**-126
@@ -103,7 +103,7 @@ def _read_temperature(fields: JsonFields) -> float:
 
 
 def _read_scaling_pass_value(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
-    """Return the value of every scaling in the scaling pass: the setting after top-k and its softmax, which PEFT applies here, too."""
+    """Return the value that all scalings have in the scaling pass. PEFT applies top-k and its softmax to `scaling_pass_value` as well."""
     if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
         raise CheckpointError(
             f"{fields.path}: scaling_pass_value is null, which PEFT cannot compute with: set a number, such as {1 / num_adapters:g} "
@@ -133,7 +133,7 @@ def read_xlora(
 ) -> Adapter:
     """Read the X-LoRA adapter in a directory. Arguments and errors as in `read_adapter`.
 
-    Its LoRA adapters are in the directories in the settings, or in numbered directories inside `directory`.
+    Its LoRA adapters are in the directories that the settings name, or else in numbered subdirectories of `directory`.
     """
     check_adapter_name(name)
     fields = _read_settings(directory)
@@ -144,7 +144,7 @@ def read_xlora(
         )
     paths = _read_adapter_paths(fields)
     settings, has_layerwise_scalings = _read_mixture_settings(fields, len(paths)), fields.flag("layerwise_scalings", default=False)
-    global_weight, (step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
+    global_weight, (index_step, widths) = fields.number("global_scaling_weight", 1.0), _read_classifier_layers(fields)
     adapters = []
     for number, path in enumerate(paths):
         adapter_directory = _find_adapter_directory(directory, number, path)
@@ -153,14 +153,14 @@ def read_xlora(
         adapters.append(adapter)
         if memory_bytes is not None:
             size = sum(update.lora_a.nbytes + update.lora_b.nbytes for update in adapter.low_rank_updates.values())
-            memory_bytes = max(0, memory_bytes - NUM_FLOAT32_COPIES * size)
+            memory_bytes = max(0, memory_bytes - MAX_ADAPTER_COPIES * size)
     matrices = dict.fromkeys(matrix for adapter in adapters for matrix in adapter.low_rank_updates)
     order = _scaling_order(fields.path, config, list(matrices)) if has_layerwise_scalings else dict.fromkeys(matrices, 0)
     num_scaled_matrices = len(order) if has_layerwise_scalings else 1
     mixture = XLoraMixture(
         num_adapters=len(adapters),
         num_scaled_matrices=num_scaled_matrices,
-        classifier=_read_classifier(directory, fields.path, len(adapters), step, [*widths, num_scaled_matrices * len(adapters)]),
+        classifier=_read_classifier(directory, fields.path, len(adapters), index_step, [*widths, num_scaled_matrices * len(adapters)]),
         scaling_indices={matrix: _scaling_indices(adapters, matrix, order[matrix]) for matrix in matrices},
         **settings,
     )
@@ -198,7 +198,7 @@ def _scaling_order(path: Path, config: ModelConfig, matrices: Sequence[str]) -> 
     """Return each adapted matrix's index in the classifier's output: matrices are sorted by layer, then by `_SCALED_MATRIX_ORDER`."""
     positions = {}
     for name in matrices:
-        found = _LAYER_MATRIX_NAME.fullmatch(name)
+        found = _LAYER_MATRIX_NAME_PATTERN.fullmatch(name)
         if found is None or found[2] not in _SCALED_MATRIX_ORDER or FAMILIES[config.family].has_fused_projections:
             raise CheckpointError(
                 f"{path}: layerwise_scalings with {name} in a {config.family} model: the order of scalings is only known for "
@@ -227,23 +227,23 @@ def _concatenate_updates(adapters: Sequence[Adapter], matrix: str, global_weight
 
 
 def _read_classifier_layers(fields: JsonFields) -> tuple[int, list[int]]:
-    """Return the step between the numbers of the classifier's linear layers in its file, and the input size of each layer."""
-    step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout also have layer numbers
+    """Return the increase of the index in tensor names from one linear layer of the classifier to the next, and each layer's input size."""
+    index_step = 3 if fields.number("xlora_dropout_p", 0.2) > 0.0 else 2  # ReLU and dropout also have an index each
     depth = fields.integer("xlora_depth", 1, maximum=_MAX_CLASSIFIER_DEPTH)
     width = fields.integer("xlora_size", 2048, maximum=_MAX_CLASSIFIER_WIDTH)
-    return step, [fields.integer("hidden_size", 4096), *[width] * (depth - 1)]
+    return index_step, [fields.integer("hidden_size", 4096), *[width] * (depth - 1)]
 
 
 def _read_classifier(
-    directory: Path, settings_path: Path, num_adapters: int, step: int, widths: Sequence[int]
+    directory: Path, settings_path: Path, num_adapters: int, index_step: int, widths: Sequence[int]
 ) -> tuple[tuple[Floats, Floats], ...]:
-    """Return weight and bias of each layer. `step` is from `_read_classifier_layers`; `widths` adds the number of outputs to its sizes."""
+    """Return weight and bias of each linear layer. `widths`: the input size of each layer, then the output size of the last one."""
     path = next(iter(adapter_files(directory)), None)
     if path is None:
         raise CheckpointError(f"{directory} holds neither {' nor '.join(ADAPTER_FILES)}, where X-LoRA's classifier is: download it again")
     tensors: dict[tuple[int, str], tuple[str, FileTensor]] = {}
     for name, tensor in read_tensors(path, "adapter").items():
-        found = _CLASSIFIER_TENSOR.fullmatch(name)
+        found = _CLASSIFIER_TENSOR_PATTERN.fullmatch(name)
         if found is None:
             raise CheckpointError(
                 f"{path} holds {name_list([name])} that no X-LoRA classifier has: the adapter may compute something else with it"
@@ -252,7 +252,7 @@ def _read_classifier(
             raise CheckpointError(f"{path} holds {name} and {tensors[key][0]}, which are the same tensor: export the adapter again")
         tensors[key] = name, tensor
     expected = {
-        (step * layer, kind): shape
+        (index_step * layer, kind): shape
         for layer, (columns, rows) in enumerate(pairwise(widths))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
     }

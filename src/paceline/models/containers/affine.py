@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN_COLUMNS, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
-from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 _KERNEL_GROUP_SIZES = (128, 64, 32, 16)
 _LOW_MANTISSA_BITS = np.uint32(0x1FF)  # mantissa bits that must be 0, so that `scale * code` and sums of it are exact in float32
@@ -60,7 +60,7 @@ class AffineMatrix:
     has_minimums: bool = False
     has_short_scales: bool = True
     column_groups: NDArray[np.int64] | None = None
-    read_rows: Callable[[Rows], AffineRows]
+    read_rows: Callable[[RowSelection], AffineRows]
 
     def to_packed_matrix(self) -> PackedMatrix:
         """Return a matrix that is read as quantised groups, or as floats if the kernels do not support its groups."""
@@ -74,7 +74,7 @@ class AffineMatrix:
         memory_bits = 8 if subtracts_zeros else memory_bits
         row_bytes = columns * memory_bits // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
 
-        def read_rows(rows: Rows) -> GroupedMatrix:
+        def read_rows(rows: RowSelection) -> GroupedMatrix:
             return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, memory_bits, subtracts_zeros=subtracts_zeros)
 
         return PackedMatrix(self.where, self.shape, memory_bits, row_bytes, arrays, read_rows)
@@ -106,7 +106,7 @@ class AffineMatrix:
     def _unpack_codes(self, rows: AffineRows) -> Bytes:
         return unpack_codes(rows.packed_codes, self.bits, self.shape[1])
 
-    def _dequantize(self, rows: Rows) -> Floats:
+    def _dequantize(self, rows: RowSelection) -> Floats:
         stored, columns = self.read_rows(rows), self.shape[1]
         groups = np.arange(columns) // self.group_size if self.column_groups is None else self.column_groups
         codes = self._unpack_codes(stored).astype(np.int32)

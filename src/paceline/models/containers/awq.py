@@ -10,7 +10,7 @@ from paceline.models.containers.affine import AffineMatrix, AffineRows, has_shor
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import read_choice, read_group_size
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _OUTPUTS_PER_WORD = 8
 _NIBBLE_OF_OUTPUT = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -54,7 +54,7 @@ def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
     words = np.unique(zeros)
     zero_point = int(words[0] & 15) if len(words) == 1 and int(words[0]) == int(words[0] & 15) * 0x11111111 else None
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         numbers = np.arange(outputs)[rows]
         word_indices, positions = numbers // _OUTPUTS_PER_WORD, numbers % _OUTPUTS_PER_WORD
         shifts = (4 * _NIBBLE_OF_OUTPUT[positions]).astype(np.uint32)

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import AffineMatrix, AffineRows
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 _QUANT_STATE_SUFFIX = "weight.quant_state.bitsandbytes__"
 _4BIT_TYPES = ("nf4", "fp4")
@@ -47,7 +47,7 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
     if largest.shape != (outputs,):
         raise CheckpointError(f"{where} has {outputs} rows, but SCB {largest.size} numbers; download the model again")
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         scales: Floats = np.divide(largest[rows], 127, dtype=np.float32)[:, None]
         return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales, 128)
 
@@ -79,7 +79,7 @@ def _read_4bit(module: PackedModule) -> PackedMatrix:
             f"{-(-size // 2)} and 16; download the model again"
         )
 
-    def read_rows(rows: Rows) -> Floats:
+    def read_rows(rows: RowSelection) -> Floats:
         numbers = np.arange(outputs)[rows][:, None] * columns + np.arange(columns)
         code_pairs = packed[numbers // 2]
         codes = np.where(numbers % 2 == 0, code_pairs >> np.uint8(4), code_pairs & np.uint8(15))

@@ -14,7 +14,7 @@ from paceline.models.containers.settings import nested_fields, read_choice, refu
 from paceline.models.containers.small_floats import read_e2m1, read_e4m3, read_nvfp4
 from paceline.models.grouped import half_scales
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -72,7 +72,7 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
     scales, group_size = _expand_to_groups(scales, codes.shape, where, "weight_scale")
     zeros = None if zeros is None else _expand_to_groups(zeros, codes.shape, where, "weight_zero_point")[0]
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         zero_points = 128 if zeros is None else zeros[rows].astype(np.int32) + 128
         return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales[rows].astype(np.float32), zero_points)
 
@@ -103,7 +103,7 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
         )
     column_groups = read_column_groups(module, "weight_g_idx", columns, group_size, scales.shape[1])
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         zero_points: NDArray[np.int32] | int = 1 << bits - 1
         if zeros is not None:
             numbers = np.arange(outputs)[rows]

@@ -10,7 +10,7 @@ from paceline.models.containers.affine import AffineMatrix, AffineRows, has_shor
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import read_choice, read_group_size
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _SUPPORTED_BITS = (2, 4, 8)  # 3-bit codes are not supported: they would cross word boundaries
 
@@ -73,7 +73,7 @@ def _read_matrix(
     words = {int(word) for word in np.unique(zeros)} if zeros.size else set()
     zero_point = _zero_point_of_word(words.pop(), bits, offset) if len(words) == 1 else None
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         numbers = np.arange(outputs)[rows]
         shifts = (numbers % (32 // bits) * bits).astype(np.uint32)
         zero_points = (zeros[:, numbers * bits // 32] >> shifts & np.uint32(2**bits - 1)).astype(np.int32) + offset & 2**bits - 1

@@ -10,7 +10,7 @@ from paceline.models.containers.affine import AffineMatrix, AffineRows, words_as
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import read_choice
 from paceline.models.json_fields import JsonFields
-from paceline.models.storage.packed_matrix import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 
@@ -45,7 +45,7 @@ def _read_matrix(module: PackedModule, *, settings: Mapping[str, tuple[int, int]
             f"{bits} bits in groups of {group_size}; config.json may belong to another model; otherwise download the model again"
         )
 
-    def read_rows(rows: Rows) -> AffineRows:
+    def read_rows(rows: RowSelection) -> AffineRows:
         return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), minimums=minimums[rows].astype(np.float32))
 
     return AffineMatrix(

@@ -10,7 +10,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN_COLUMNS, GroupedMatrix, half_scales, pack_pairs_in_runs
-from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 
 def _e4m3_values() -> Floats:
@@ -45,7 +45,7 @@ def read_e4m3(module: PackedModule, scale_name: str, block_shape: tuple[int, int
     scale_rows, scale_columns = _scale_indices(scales, codes.shape, block_shape, where)
     grid = np.ascontiguousarray(scales).reshape(-1, scale_columns.max(initial=0) + 1)
 
-    def read_rows(rows: Rows) -> Floats:
+    def read_rows(rows: RowSelection) -> Floats:
         row_scales = grid[scale_rows[rows]]
         values: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
         return values
@@ -116,10 +116,10 @@ def read_e2m1(
 
     arrays = (codes, scales, np.array([[global_scale]]))
 
-    def read_groups(rows: Rows) -> GroupedMatrix:
+    def read_groups(rows: RowSelection) -> GroupedMatrix:
         return GroupedMatrix(pack_pairs_in_runs(codes[rows]), half_scales(scales[rows]), None, 4, table=DOUBLED_E2M1_VALUES)
 
-    def read_values(rows: Rows) -> Floats:
+    def read_values(rows: RowSelection) -> Floats:
         unpacked = unpack_codes(codes[rows], 4, columns)
         return DOUBLED_E2M1_VALUES[unpacked].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
 

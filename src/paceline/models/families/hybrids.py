@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Layers
-from paceline.models.gguf.fields import MTP_TENSOR, GgufFields
+from paceline.models.gguf.fields import MTP_TENSOR_NAME, GgufFields
 from paceline.models.json_fields import MAX_FLOAT32, JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import (
@@ -137,7 +137,7 @@ def _read_dt_limits(fields: JsonFields) -> tuple[float, float]:
 
 def gguf_layer_count(fields: GgufFields, num_blocks: int) -> int:
     """Return the number of layers. `block_count` may include MTP modules after the last layer, which are subtracted."""
-    mtp_blocks = [block for block in range(num_blocks) if fields.has_tensor(f"blk.{block}.{MTP_TENSOR}")]
+    mtp_blocks = [block for block in range(num_blocks) if fields.has_tensor(f"blk.{block}.{MTP_TENSOR_NAME}")]
     return fields.num_layers_without_mtp(num_blocks, num_blocks - mtp_blocks[0] if mtp_blocks else 0)
 
 

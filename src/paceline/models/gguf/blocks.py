@@ -26,7 +26,7 @@ from paceline.models.grouped import (
     super_blocks_nbytes,
 )
 
-_CHUNK_ITEMS = 1 << 17  # elements converted at a time: few, to keep temporary arrays small
+_WEIGHTS_PER_CHUNK = 1 << 17  # few, to keep temporary arrays small
 
 SuperBlockArrays = tuple[NDArray[Any], ...]
 """Arrays of `SuperBlocks` of n super-blocks: alternately float16 scales [n, 1] and integer factors [n, groups in a block]."""
@@ -39,16 +39,16 @@ class StoredBlocks:
     Attributes:
         raw: bytes of the file, [number of stored rows, bytes of a row].
         block_type: type of the quantised blocks.
-        source_name: path and tensor name, for errors.
-        row_order: [N] index of the stored row of each row; None = the stored order.
-        column_run_order: [K / 32] index of the stored run of each run of 32 columns; None = the stored order.
+        stored_name: path and tensor name, for errors.
+        row_order: [N] for each row of the matrix the index of the stored row; None = the stored order.
+        column_run_order: [K / 32] for each run of 32 columns of the matrix the index of the stored run; None = the stored order.
     """
 
     raw: Bytes
     block_type: BlockType
-    source_name: str
+    stored_name: str
     row_order: NDArray[np.int64] | None = None
-    column_run_order: NDArray[np.int64] | None = None
+    column_run_order: NDArray[np.int64] | None = None  # a run is 32 adjacent columns
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,12 +63,12 @@ class StoredBlocks:
         return replace(self, row_order=(np.arange(len(self.raw)) if self.row_order is None else self.row_order)[rows])
 
     def to_grouped_matrix(self, *, num_threads: int = 1) -> GroupedMatrix:
-        """Return the matrix converted to groups.
+        """Return the matrix as a `GroupedMatrix`.
 
         Raises:
             CheckpointError: A scale is not finite.
         """
-        matrix = convert_blocks_to_groups(self.raw, self.block_type, self.source_name, self.row_order, num_threads=num_threads)
+        matrix = convert_to_grouped_matrix(self.raw, self.block_type, self.stored_name, self.row_order, num_threads=num_threads)
         return matrix if self.column_run_order is None else matrix.reorder_runs(self.column_run_order)
 
 
@@ -92,64 +92,64 @@ class _BlockLayout:
     read_super_blocks: Callable[[Bytes], SuperBlockArrays] | None = None
 
 
-def convert_blocks_to_groups(
-    raw: Bytes, block_type: BlockType, source_name: str, row_order: NDArray[np.int64] | None = None, *, num_threads: int = 1
+def convert_to_grouped_matrix(
+    raw: Bytes, block_type: BlockType, stored_name: str, row_order: NDArray[np.int64] | None = None, *, num_threads: int = 1
 ) -> GroupedMatrix:
-    """Return the matrix in the blocks `raw` [number of stored rows, bytes of a row], converted to groups.
+    """Return the matrix in the blocks `raw` [number of stored rows, bytes of a row], as a `GroupedMatrix`.
 
     Args:
-        source_name: path and tensor name, for errors.
+        stored_name: path and tensor name, for errors.
         row_order: indices of the stored rows to convert; None = all rows in order.
 
     Raises:
         CheckpointError: The type is not in `QUANTIZED_BLOCK_TYPES`, or a scale is not finite.
     """
-    layout = _block_layout(block_type, source_name)
+    layout = _block_layout(block_type, stored_name)
     num_rows, columns = len(raw if row_order is None else row_order), raw.shape[1] // block_type.num_bytes * block_type.num_items
     matrix = _allocate_matrix(layout, block_type, num_rows, columns)
     arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
 
-    def convert_rows(rows: slice) -> None:
-        row_bytes = raw[rows] if row_order is None else raw[row_order[rows]]
+    def convert_row_range(row_range: slice) -> None:
+        row_bytes = raw[row_range] if row_order is None else raw[row_order[row_range]]
         blocks = row_bytes.reshape(-1, block_type.num_bytes)
         with np.errstate(invalid="ignore", over="ignore"):  # scales are checked below
             parts: tuple[NDArray[Any] | None, ...] = layout.read_blocks(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
-            raise not_finite_error(source_name, rows.start, rows.stop - 1)
+            raise not_finite_error(stored_name, row_range.start, row_range.stop - 1)
         parts = (*parts, *(() if layout.read_super_blocks is None else layout.read_super_blocks(blocks)))
         for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
-            stored[rows] = part.reshape(len(row_bytes), -1)
+            stored[row_range] = part.reshape(len(row_bytes), -1)
 
-    convert_in_chunks(convert_rows, num_rows, max(1, _CHUNK_ITEMS // columns), num_threads)
+    convert_in_chunks(convert_row_range, num_rows, max(1, _WEIGHTS_PER_CHUNK // columns), num_threads)
     return matrix
 
 
-def not_finite_error(source_name: str, first: int, last: int) -> CheckpointError:
+def not_finite_error(stored_name: str, first: int, last: int) -> CheckpointError:
     """Return the error for a scale in rows `first` to `last` that is not finite."""
-    return CheckpointError(f"{source_name} has a scale that is not finite in rows {first} to {last}; download the file again")
+    return CheckpointError(f"{stored_name} has a scale that is not finite in rows {first} to {last}; download the file again")
 
 
 def _allocate_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
-    def allocate_array(part: NDArray[Any]) -> NDArray[Any]:
-        return np.empty((num_rows, columns // block_type.num_items * part.size), part.dtype)
+    def allocate_for_all_blocks(array_of_one_block: NDArray[Any]) -> NDArray[Any]:
+        return np.empty((num_rows, columns // block_type.num_items * array_of_one_block.size), array_of_one_block.dtype)
 
     zeros = np.zeros((1, block_type.num_bytes), np.uint8)
-    codes, scales, *minimums = (allocate_array(part) for part in layout.read_blocks(zeros) if part is not None)
-    blocks = (
-        None if layout.read_super_blocks is None else SuperBlocks(layout.code_bits, *map(allocate_array, layout.read_super_blocks(zeros)))
-    )
+    codes, scales, *minimums = (allocate_for_all_blocks(part) for part in layout.read_blocks(zeros) if part is not None)
+    blocks = None
+    if layout.read_super_blocks is not None:
+        blocks = SuperBlocks(layout.code_bits, *map(allocate_for_all_blocks, layout.read_super_blocks(zeros)))
     return GroupedMatrix(codes, scales, minimums[0] if minimums else None, layout.bits, layout.zero_point, layout.table, blocks)
 
 
 def grouped_matrix_size(
-    shape: tuple[int, ...], block_type: BlockType, source_name: str, columns_per_scale: int | None = SUPER_BLOCK_COLUMNS
+    shape: tuple[int, ...], block_type: BlockType, stored_name: str, columns_per_scale: int | None = SUPER_BLOCK_COLUMNS
 ) -> tuple[int, int]:
-    """Return the number of bits of a code, and the number of bytes in memory, after conversion to groups.
+    """Return the number of bits of a code, and of bytes in memory, that a matrix has after its conversion to a `GroupedMatrix`.
 
     Args:
         columns_per_scale: number of columns that share a float16 scale; None = each group has a float32 scale.
     """
-    layout = _block_layout(block_type, source_name)
+    layout = _block_layout(block_type, stored_name)
     has_minimums = layout.read_blocks(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
     num_items = shape[0] * shape[1]
     if layout.read_super_blocks is not None and columns_per_scale is not None:
@@ -157,11 +157,11 @@ def grouped_matrix_size(
     return layout.bits, num_items * layout.bits // 8 + num_items // layout.group_size * (8 if has_minimums else 4)
 
 
-def _block_layout(block_type: BlockType, source_name: str) -> _BlockLayout:
+def _block_layout(block_type: BlockType, stored_name: str) -> _BlockLayout:
     layout = _BLOCK_LAYOUTS.get(block_type.name)
     if layout is None:
         raise CheckpointError(
-            f"{source_name} is of type {block_type.name}; supported are F32, F16, BF16, {', '.join(_BLOCK_LAYOUTS)}: use such a file"
+            f"{stored_name} is of type {block_type.name}; supported are F32, F16, BF16, {', '.join(_BLOCK_LAYOUTS)}: use such a file"
         )
     return layout
 
@@ -243,7 +243,7 @@ def _read_q3_k_super_blocks(blocks: Bytes) -> SuperBlockArrays:
 
 
 def _read_q4_k_q5_k_super_blocks(blocks: Bytes) -> SuperBlockArrays:
-    """Return scales and minimums of Q4_K and Q5_K blocks. Each is a float16 and eight 6-bit factors, which are in bytes 4 to 15."""
+    """Return the float16 scales and minimums of Q4_K and Q5_K blocks, each before its eight 6-bit factors, stored in bytes 4 to 15."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     high_bits = np.uint8(6)
     factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> high_bits << np.uint8(4)], axis=1)
@@ -262,7 +262,7 @@ def _float32_scales(factors: SuperBlockArrays) -> Floats:
 
 
 def _read_q4_k(blocks: Bytes) -> CodesScalesMinimums:
-    # 32 bytes of Q4_K hold two runs of 32 codes, in the low and the high nibbles. `GroupedMatrix` has separate 16 bytes for each run.
+    # In Q4_K 32 bytes hold two runs of 32 codes, in the low and the high nibbles. In `GroupedMatrix` each run has 16 bytes of its own.
     first_16, last_16 = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
     packed = np.stack([first_16 & np.uint8(15) | last_16 << np.uint8(4), first_16 >> np.uint8(4) | last_16 & np.uint8(240)], axis=2)
     return packed.reshape(-1, 128), *_float32_scales_and_minimums(_read_q4_k_q5_k_super_blocks(blocks))
@@ -284,7 +284,7 @@ def _read_q6_k_super_blocks(blocks: Bytes) -> SuperBlockArrays:
     return view_bytes_as(blocks, 208, 210, "<f2"), blocks[:, 192:208].view(np.int8)
 
 
-_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_IQ4_CODE_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 def _read_iq4_xs(blocks: Bytes) -> CodesScalesMinimums:
@@ -312,24 +312,24 @@ _BLOCK_LAYOUTS: Mapping[str, _BlockLayout] = {
     "Q4_K": _BlockLayout(_read_q4_k, 4, 32, code_bits=4, read_super_blocks=_read_q4_k_q5_k_super_blocks),
     "Q5_K": _BlockLayout(_read_q5_k, 8, 32, code_bits=5, read_super_blocks=_read_q4_k_q5_k_super_blocks),
     "Q6_K": _BlockLayout(_read_q6_k, 8, 16, code_bits=6, read_super_blocks=_read_q6_k_super_blocks),
-    "IQ4_NL": _BlockLayout(_read_q4_0, 4, 32, table=_IQ4_VALUES),
-    "IQ4_XS": _BlockLayout(_read_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, read_super_blocks=_read_iq4_xs_super_blocks),
+    "IQ4_NL": _BlockLayout(_read_q4_0, 4, 32, table=_IQ4_CODE_VALUES),
+    "IQ4_XS": _BlockLayout(_read_iq4_xs, 4, 32, table=_IQ4_CODE_VALUES, code_bits=4, read_super_blocks=_read_iq4_xs_super_blocks),
     "MXFP4": _BlockLayout(_read_mxfp4, 4, 32, table=DOUBLED_E2M1_VALUES),
     "NVFP4": _BlockLayout(codebook.read_nvfp4, 4, 16, table=DOUBLED_E2M1_VALUES),
-    "IQ2_XXS": _BlockLayout(codebook.read_iq2_xxs, 4, 32, table=codebook.IQ2_VALUES),
-    "IQ2_XS": _BlockLayout(codebook.read_iq2_xs, 4, 16, table=codebook.IQ2_VALUES),
-    "IQ2_S": _BlockLayout(codebook.read_iq2_s, 4, 16, table=codebook.IQ2_VALUES),
-    "IQ3_XXS": _BlockLayout(codebook.read_iq3_xxs, 4, 32, table=codebook.IQ3_XXS_VALUES),
-    "IQ3_S": _BlockLayout(codebook.read_iq3_s, 4, 32, table=codebook.IQ3_S_VALUES),
-    "IQ1_S": _BlockLayout(codebook.read_iq1_s, 4, 32, table=codebook.IQ1_VALUES),
-    "IQ1_M": _BlockLayout(codebook.read_iq1_m, 4, 16, table=codebook.IQ1_VALUES),
+    "IQ2_XXS": _BlockLayout(codebook.read_iq2_xxs, 4, 32, table=codebook.IQ2_CODE_VALUES),
+    "IQ2_XS": _BlockLayout(codebook.read_iq2_xs, 4, 16, table=codebook.IQ2_CODE_VALUES),
+    "IQ2_S": _BlockLayout(codebook.read_iq2_s, 4, 16, table=codebook.IQ2_CODE_VALUES),
+    "IQ3_XXS": _BlockLayout(codebook.read_iq3_xxs, 4, 32, table=codebook.IQ3_XXS_CODE_VALUES),
+    "IQ3_S": _BlockLayout(codebook.read_iq3_s, 4, 32, table=codebook.IQ3_S_CODE_VALUES),
+    "IQ1_S": _BlockLayout(codebook.read_iq1_s, 4, 32, table=codebook.IQ1_CODE_VALUES),
+    "IQ1_M": _BlockLayout(codebook.read_iq1_m, 4, 16, table=codebook.IQ1_CODE_VALUES),
     "TQ1_0": _BlockLayout(codebook.read_tq1_0, 4, 32, 1),
     "TQ2_0": _BlockLayout(codebook.read_tq2_0, 4, 32, 1),
-    "Q1_0": _BlockLayout(codebook.read_q1_0, 4, 32, table=codebook.Q1_VALUES),
+    "Q1_0": _BlockLayout(codebook.read_q1_0, 4, 32, table=codebook.Q1_0_CODE_VALUES),
 }
 QUANTIZED_BLOCK_TYPES = tuple(_BLOCK_LAYOUTS)
 """Names of the supported quantised block types."""
 TYPES_WITHOUT_NATIVE_KERNEL = frozenset(
     name for name, layout in _BLOCK_LAYOUTS.items() if layout.read_blocks.__module__ == codebook.__name__
 )
-"""Names of the block types that the native runtime converts to groups, because no native kernel reads their blocks."""
+"""Names of the block types that the native runtime converts to a `GroupedMatrix`, because no native kernel reads their blocks."""

@@ -1,6 +1,6 @@
 """Convert GGUF blocks of 1 to 3 bits a weight, and NVFP4 blocks, to 4-bit codes and a table of values, without any change of values.
 
-A block of an IQ1, IQ2 or IQ3 type stores signs, scales and indices of a codebook, whose entries are the magnitudes of 4 or 8 weights. In
+A block of an IQ1, IQ2 or IQ3 type stores signs, scales and indices into a codebook, whose entries are the magnitudes of 4 or 8 weights. In
 each type a weight has at most 16 different values before scaling, so a 4-bit code for each weight is enough. The codebooks
 are in the package `gguf`, which only these types need. Source of the layouts: ggml-common.h and ggml-quants.c of ggml.
 """
@@ -31,12 +31,12 @@ def _signed_table(magnitudes: Sequence[int]) -> NDArray[np.int8]:
     return np.concatenate([half, -half])
 
 
-IQ2_VALUES = _signed_table((8, 25, 43))
-IQ3_XXS_VALUES = _signed_table((4, 12, 20, 28, 36, 44, 52, 62))
-IQ3_S_VALUES = _signed_table((1, 3, 5, 7, 9, 11, 13, 15))
-IQ1_VALUES = np.array([-7, 1, 9, *[0] * 5, -9, -1, 7, *[0] * 5], np.int8)
+IQ2_CODE_VALUES = _signed_table((8, 25, 43))
+IQ3_XXS_CODE_VALUES = _signed_table((4, 12, 20, 28, 36, 44, 52, 62))
+IQ3_S_CODE_VALUES = _signed_table((1, 3, 5, 7, 9, 11, 13, 15))
+IQ1_CODE_VALUES = np.array([-7, 1, 9, *[0] * 5, -9, -1, 7, *[0] * 5], np.int8)
 """Eight times the values -1, 0 and 1 plus an offset, which is 1/8 for codes below 8 and -1/8 for the others."""
-Q1_VALUES = np.array([-1, 1, *[0] * 14], np.int8)
+Q1_0_CODE_VALUES = np.array([-1, 1, *[0] * 14], np.int8)
 
 
 @cache
@@ -54,7 +54,7 @@ def _codebook(name: str, magnitudes: tuple[int, ...]) -> Bytes:
 
 @cache
 def _sign_bytes() -> Bytes:
-    """Return for each 7-bit index a byte with the signs of eight weights, of which an even number is negative."""
+    """Return a table of sign bytes by 7-bit index: each holds the signs of eight weights, of which an even number is negative."""
     index = np.arange(128, dtype=np.uint8)
     is_odd = np.unpackbits(index[:, None], axis=1).sum(axis=1, dtype=np.uint8) & np.uint8(1)
     signs: Bytes = index | is_odd << np.uint8(7)
@@ -94,7 +94,7 @@ def _scales_with_half_steps(blocks: Bytes, factors: NDArray[Any], unit: float) -
 
 
 def read_iq2_xxs(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 66 bytes. 32 weights have four 8-bit codebook indices, four 7-bit indices of signs, and a 4-bit scale."""
+    """Read blocks of 66 bytes. Every 32 weights share four 8-bit codebook indices, four 7-bit indices of sign bytes, and a 4-bit scale."""
     words = view_bytes_as(blocks, 2, 66, "<u4")
     entries = view_bytes_as(words[:, ::2].copy().view(np.uint8), 0, 32, "u1")
     signs = _sign_bytes()[_shift_right(words[:, 1::2], 0, 7, 14, 21) & np.uint32(127)]
@@ -106,21 +106,21 @@ def read_iq2_xxs(blocks: Bytes) -> CodesScalesMinimums:
 
 
 def read_iq2_xs(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 74 bytes. 8 weights have a 9-bit codebook index and a 7-bit index of signs; 16 weights share a 4-bit scale."""
+    """Read blocks of 74 bytes. Every 8 weights share a 9-bit codebook index and a 7-bit index of a sign byte; every 16 a 4-bit scale."""
     words = view_bytes_as(blocks, 2, 66, "<u2")
     codes = _codebook("IQ2_XS", (8, 25, 43))[words & np.uint16(511)]
     return _pack_with_signs(codes, _sign_bytes()[words >> 9]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 66:]), 0.25), None
 
 
 def read_iq2_s(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 82 bytes. 8 weights have a 10-bit codebook index and 8 sign bits; 16 weights share a 4-bit scale."""
+    """Read blocks of 82 bytes. Every 8 weights share a 10-bit codebook index and have a sign bit each; every 16 share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], 0, 2, 4, 6) & np.uint8(3)).astype(np.uint16) << 8
     codes = _codebook("IQ2_S", (8, 25, 43))[blocks[:, 2:34] | high]
     return _pack_with_signs(codes, blocks[:, 34:66]), _scales_with_half_steps(blocks, _read_nibbles(blocks[:, 74:]), 0.25), None
 
 
 def read_iq3_xxs(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 98 bytes. 4 weights have an 8-bit codebook index; 32 weights have four 7-bit indices of signs and a 4-bit scale."""
+    """Read blocks of 98 bytes. Every 4 weights share an 8-bit codebook index; every 32 four 7-bit sign-byte indices and a 4-bit scale."""
     words = view_bytes_as(blocks, 66, 98, "<u4")
     signs = _sign_bytes()[_shift_right(words, 0, 7, 14, 21) & np.uint32(127)]
     codes = _codebook("IQ3_XXS", (4, 12, 20, 28, 36, 44, 52, 62))[blocks[:, 2:66]]
@@ -128,14 +128,14 @@ def read_iq3_xxs(blocks: Bytes) -> CodesScalesMinimums:
 
 
 def read_iq3_s(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 110 bytes. 4 weights have a 9-bit codebook index and 4 sign bits; 32 weights share a 4-bit scale."""
+    """Read blocks of 110 bytes. Every 4 weights share a 9-bit codebook index and have a sign bit each; every 32 share a 4-bit scale."""
     high = (_shift_right(blocks[:, 66:74], *range(8)) & np.uint8(1)).astype(np.uint16) << 8
     codes = _codebook("IQ3_S", (1, 3, 5, 7, 9, 11, 13, 15))[blocks[:, 2:66] | high]
     return _pack_with_signs(codes, blocks[:, 74:106]), read_float16_as_float32(blocks) * (1 + 2 * _read_nibbles(blocks[:, 106:])), None
 
 
 def read_iq1_s(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 50 bytes. 8 weights have an 11-bit codebook index; 32 weights share a 3-bit scale and the sign of the offset."""
+    """Read blocks of 50 bytes. Every 8 weights share an 11-bit codebook index; every 32 a 3-bit scale and the sign of an offset of 1/8."""
     high = view_bytes_as(blocks, 34, 50, "<u2")
     entries = blocks[:, 2:34] | (_shift_right(high, 0, 3, 6, 9) & np.uint16(7)) << 8
     codes = _codebook("IQ1_S", (-1, 0, 1))[entries].reshape(len(blocks), 8, 32) | (high >> 15).astype(np.uint8)[:, :, None] * _SIGN_BIT
@@ -144,9 +144,9 @@ def read_iq1_s(blocks: Bytes) -> CodesScalesMinimums:
 
 
 def read_iq1_m(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 56 bytes. 8 weights have an 11-bit codebook index and the sign of the offset; 16 weights share a 3-bit scale.
+    """Read blocks of 56 bytes. Every 8 weights share an 11-bit codebook index and the sign of an offset of 1/8; every 16 a 3-bit scale.
 
-    The float16 scale of the block is in the top four bits of the four 16-bit words with the 3-bit scales.
+    The block's float16 scale is split over the top four bits of the four 16-bit words that hold the 3-bit scales.
     """
     high, words = _shift_right(blocks[:, 32:48], 0, 4), view_bytes_as(blocks, 48, 56, "<u2")
     half = ((words >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16, keepdims=True)
@@ -157,7 +157,7 @@ def read_iq1_m(blocks: Bytes) -> CodesScalesMinimums:
 
 
 def read_tq1_0(blocks: Bytes) -> CodesScalesMinimums:
-    """Read blocks of 54 bytes. A byte holds five weights of -1, 0 or 1 as base-3 digits of byte / 256; each of the last four holds four."""
+    """Read blocks of 54 bytes. A byte b holds five weights of -1, 0 or 1, the first base-3 digits of b / 256. Bytes 48 to 51 hold four."""
     parts = []
     for start, end, width, count in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
         digits = blocks[:, start:end].reshape(len(blocks), -1, 1, width) * np.array([3**power for power in range(count)], np.uint8)[:, None]

@@ -66,7 +66,7 @@ _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "mi
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the config of a GGUF file's model. If most bytes are quantised, computations are in float32, which holds all values.
+    """Return the config of a GGUF file's model. If most weights are quantised, the model computes in float32, where their values are exact.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the network is not supported.
@@ -143,7 +143,7 @@ class _ConfigReader(GgufFields):
         self._family, self._format = family, gguf_format(family)
 
     def config_fields(self) -> dict[str, Any]:
-        """Return the config.json fields that every family has, and those that only this family has."""
+        """Return all config.json fields: those common to all families, and those that the model's family adds."""
         decoder = self.decoder_fields()
         num_blocks = decoder["num_hidden_layers"]
         values: dict[str, Any] = {
@@ -250,7 +250,7 @@ class _ConfigReader(GgufFields):
         return scaling
 
     def _longrope_fields(self, rotary_size: int, original_len: int, max_positions: int) -> dict[str, Any]:
-        short, long = (self._read_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
+        short, long = (self._read_frequency_divisors(f"rope_factors_{name}.weight", rotary_size) for name in ("short", "long"))
         scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original_len}
         ratio = max_positions / original_len
         default_factor = math.sqrt(1 + math.log(ratio) / math.log(original_len)) if ratio > 1 and original_len > 1 else 1.0
@@ -261,7 +261,7 @@ class _ConfigReader(GgufFields):
 
     def _fields_from_rope_freqs(self, theta: float, rotary_size: int, max_positions: int) -> dict[str, Any]:
         """Return rope fields for the divisors in `rope_freqs.weight`: type llama3 if its formula gives these divisors, else longrope."""
-        divisors = self._read_divisors("rope_freqs.weight", rotary_size)
+        divisors = self._read_frequency_divisors("rope_freqs.weight", rotary_size)
         factor = max(divisors)
         if factor > 1:
             rope = RopeConfig(float(theta), RopeType.LLAMA3, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -276,7 +276,7 @@ class _ConfigReader(GgufFields):
             "original_max_position_embeddings": max_positions,
         }
 
-    def _read_divisors(self, name: str, rotary_size: int) -> list[float]:
+    def _read_frequency_divisors(self, name: str, rotary_size: int) -> list[float]:
         divisors = [float(str(value)) for value in self.float32_vector(name, rotary_size // 2)]
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.file.path}: {name} holds a value that is not finite and above 0; download the file again")

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.file import GgufFile
 
-MTP_TENSOR = "nextn.eh_proj.weight"
+MTP_TENSOR_NAME = "nextn.eh_proj.weight"
 """Name, after the block's prefix, of a tensor that only modules for multi-token prediction (MTP) have."""
 
 
 class GatingFunction(IntEnum):
-    """llama.cpp's numbers of the functions that turn router logits into expert weights (`llama_expert_gating_func_type`)."""
+    """llama.cpp's enum `llama_expert_gating_func_type`: the functions that turn router logits into expert weights."""
 
     SOFTMAX = 1
     SIGMOID = 2

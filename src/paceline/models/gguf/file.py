@@ -13,7 +13,7 @@ from paceline.models.storage.mapped_files import map_file
 from paceline.small_files import is_file, unreadable_error
 
 MAX_SPLITS = 1024
-_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT_NAME_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 _FILE_TYPES = (
     *("F32", "F16", "Q4_0", "Q4_1", None, None, None, "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M"),
@@ -25,7 +25,7 @@ _FILE_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of a split file. `metadata` is of the first part, `tensors` of all parts, by name."""
+    """A GGUF file, or all parts of a split file. `metadata` comes from the first part; `tensors` has those of all parts, by name."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -40,10 +40,10 @@ class GgufFile:
     @property
     def main_block_type(self) -> str:
         """Return the name of the block type that has the most bytes in the file."""
-        sizes: Counter[str] = Counter()
+        bytes_by_type: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.block_type.name] += tensor.data.nbytes
-        return max(sizes, key=sizes.__getitem__, default="no tensors")
+            bytes_by_type[tensor.block_type.name] += tensor.data.nbytes
+        return max(bytes_by_type, key=bytes_by_type.__getitem__, default="no tensors")
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -82,7 +82,7 @@ def split_parts(path: Path) -> tuple[Path, ...]:
     Raises:
         CheckpointError: A part is missing.
     """
-    match = _SPLIT_NAME.fullmatch(path.name)
+    match = _SPLIT_NAME_PATTERN.fullmatch(path.name)
     if match is None:
         return (path,)
     count = int(match["count"])

@@ -30,10 +30,10 @@ MAX_NAME_BYTES = 1024
 MAX_DIMENSIONS = 4
 _MIN_ENTRY_BYTES = 13  # bytes of the smallest metadata entry: an empty key, a type and a 1-byte value
 
-_NUMBER_LAYOUTS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
+_STRUCT_FORMATS_BY_VALUE_TYPE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_LENGTH_LAYOUT = struct.Struct("<Q")
-_BYTES_BY_VALUE_TYPE = {value_type: struct.calcsize(layout) for value_type, layout in _NUMBER_LAYOUTS.items()} | {_BOOL: 1}
+_LENGTH_STRUCT = struct.Struct("<Q")
+_BYTES_BY_VALUE_TYPE = {number: struct.calcsize(text) for number, text in _STRUCT_FORMATS_BY_VALUE_TYPE.items()} | {_BOOL: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class HeaderReader:
         return tensors
 
     def read_value_at(self, start: int, value_type: int, key: str) -> Any:
-        """Return the metadata value of type `value_type` at byte `start`, without a change of the read position."""
+        """Return the metadata value of type `value_type` at byte `start`, without moving the read position."""
         previous, self._position = self._position, start
         try:
             return self._read_value(value_type, key)
@@ -198,8 +198,8 @@ class HeaderReader:
         self._position = start + num_bytes
         return start
 
-    def _read_number(self, layout: str, field_name: str) -> Any:
-        return struct.unpack_from(layout, self._view, self._skip_bytes(struct.calcsize(layout), field_name))[0]
+    def _read_number(self, struct_format: str, field_name: str) -> Any:
+        return struct.unpack_from(struct_format, self._view, self._skip_bytes(struct.calcsize(struct_format), field_name))[0]
 
     def _read_text(self, field_name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         num_bytes = self._read_number("<Q", field_name)
@@ -211,15 +211,15 @@ class HeaderReader:
     def _string_spans(self, count: int, field_name: str) -> Iterator[tuple[int, int]]:
         """Yield start and end of each of `count` strings. The loop calls no other method, because vocabularies are long."""
         view, position = self._view, self._position
-        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH_LAYOUT.size
+        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH_STRUCT.size
         for _ in range(count):
             if position > last:
                 self.raise_damaged(
-                    f"the strings of {field_name!r} reach byte {position + _LENGTH_LAYOUT.size} of a file of {len(self._bytes)}, "
+                    f"the strings of {field_name!r} reach byte {position + _LENGTH_STRUCT.size} of a file of {len(self._bytes)}, "
                     f"all of them may have {MAX_TEXT_BYTES}"
                 )
-            start = position + _LENGTH_LAYOUT.size
-            position = start + _LENGTH_LAYOUT.unpack_from(view, position)[0]
+            start = position + _LENGTH_STRUCT.size
+            position = start + _LENGTH_STRUCT.unpack_from(view, position)[0]
             yield start, position
         self._position = position
         self._skip_bytes(0, field_name)
@@ -261,18 +261,18 @@ class HeaderReader:
             return self._read_text(field_name)
         if value_type == _ARRAY:
             element, count = self._read_array_header(field_name, depth)
-            if element in _NUMBER_LAYOUTS:
+            if element in _STRUCT_FORMATS_BY_VALUE_TYPE:
                 if count > MAX_ARRAY_ITEMS:
                     self.raise_damaged(f"{field_name!r} has an array of {count} numbers, at most {MAX_ARRAY_ITEMS} are possible")
                 start = self._skip_bytes(count * _BYTES_BY_VALUE_TYPE[element], field_name)
-                return self._bytes[start : self._position].view(np.dtype(_NUMBER_LAYOUTS[element])).tolist()
+                return self._bytes[start : self._position].view(np.dtype(_STRUCT_FORMATS_BY_VALUE_TYPE[element])).tolist()
             if element == _STRING:
                 return [self._decode_text(start, end, field_name) for start, end in self._string_spans(count, field_name)]
             return [self._read_value(element, field_name, depth + 1) for _ in range(count)]
         if value_type == _BOOL:
             return self._read_number("<B", field_name) != 0
         self._value_bytes(value_type, field_name)
-        return self._read_number(_NUMBER_LAYOUTS[value_type], field_name)
+        return self._read_number(_STRUCT_FORMATS_BY_VALUE_TYPE[value_type], field_name)
 
     def _value_bytes(self, value_type: int, field_name: str) -> int:
         if value_type not in _BYTES_BY_VALUE_TYPE:

@@ -1,4 +1,4 @@
-"""Read tensors of a network from a GGUF file, whose rows and columns may be in another order."""
+"""Read tensors of a network from a GGUF file, which may store their rows and columns in another order than the network's."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import FLOAT_TYPES, WeightType
-from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
+from paceline.models.gguf.blocks import StoredBlocks, convert_to_grouped_matrix, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN_COLUMNS, columns_per_float16_scale
 from paceline.models.quantize import QuantizationScheme, largest_group_size, quantize_tensor
@@ -17,7 +17,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
 _REGROUPED_GROUP_SIZE = 128
 
-OrderFunction = Callable[[], NDArray[np.int64]]
+StoredIndexFunction = Callable[[], NDArray[np.int64]]
 """A function that returns the index of the stored row (or column) for each row (or column) of the network's tensor."""
 
 
@@ -38,21 +38,20 @@ class TensorSource:
     shape: tuple[int, ...]
     stack_index: int | None = None
     first_row: int = 0
-    row_order: OrderFunction | None = None
-    column_order: OrderFunction | None = None
+    row_order: StoredIndexFunction | None = None
+    column_order: StoredIndexFunction | None = None
 
 
-def check_stored_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
-    """Check that the stored tensor has one of `shapes` and a supported type.
+def check_stored_shape(source: TensorSource, *allowed_shapes: tuple[int, ...]) -> None:
+    """Check that the stored tensor has one of the allowed shapes and a supported type.
 
     Raises:
-        CheckpointError: The tensor has another shape, or a type that is not supported.
+        CheckpointError: The stored tensor has none of these shapes, or a type that is not supported.
     """
     tensor = source.tensor
-    if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # converters store a matrix of one row as a vector
-        raise CheckpointError(
-            f"{tensor} has shape {list(tensor.shape)}, but the metadata requires {list(shapes[0])}; the file is damaged, download it again"
-        )
+    if tensor.shape not in allowed_shapes and (1, *tensor.shape) not in allowed_shapes:  # converters store a matrix of one row as a vector
+        found = f"{tensor} has shape {list(tensor.shape)}, but the metadata requires {list(allowed_shapes[0])}"
+        raise CheckpointError(f"{found}; the file is damaged, download it again")
     if tensor.block_type.name in FLOAT_TYPES:
         return
     if len(source.shape) != 2:
@@ -86,7 +85,7 @@ def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
 
 
 def stored_blocks(source: TensorSource) -> StoredBlocks | None:
-    """Return a matrix in its stored quantised blocks; None if it is stored as floats, or if its column order splits runs of 32."""
+    """Return a matrix in its stored quantised blocks; None if it is stored as floats, or its column order splits runs of 32 columns."""
     if source.tensor.block_type.name in FLOAT_TYPES:
         return None
     runs = None if source.column_order is None else _column_run_order(source.column_order())
@@ -104,10 +103,9 @@ def order_digest_bytes(source: TensorSource) -> NDArray[np.uint8]:
 
 
 def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: int) -> AnyTensor:
-    """Read a tensor. Floats are a view of the file unless rows or columns are reordered; quantised blocks become groups.
+    """Read a tensor. Floats are a view of the file unless rows or columns are reordered; quantised blocks become a `GroupedMatrix`.
 
     Args:
-        name: internal name of the tensor.
         regroup: as in `GgufWeights`.
         num_threads: number of threads that convert blocks.
     """
@@ -122,7 +120,7 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
     blocks = stored_blocks(source)
     if blocks is None:
         assert columns is not None  # `stored_blocks` returns None only for reordered columns
-        matrix = convert_blocks_to_groups(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
+        matrix = convert_to_grouped_matrix(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
         return Tensor(matrix.values().take(columns, 1), WeightType.F32, source.shape)
     grouped = GroupedTensor(blocks.to_grouped_matrix(num_threads=num_threads))
     scheme = _requantization_scheme(source) if regroup else None
@@ -137,7 +135,7 @@ def _requantization_scheme(source: TensorSource) -> QuantizationScheme | None:
 
 
 def _column_run_order(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return an order of columns as an order of runs of 32 columns; None if it splits a run. Codes are packed by run."""
+    """Return the order of runs of 32 columns that reorders columns in this way; None if the order splits a run. Codes are packed by run."""
     if len(columns) % RUN_COLUMNS:
         return None
     runs = columns.reshape(-1, RUN_COLUMNS)

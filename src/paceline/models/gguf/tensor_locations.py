@@ -16,7 +16,7 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_format
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import OrderFunction, TensorSource, check_stored_shape
+from paceline.models.gguf.stored_tensor import StoredIndexFunction, TensorSource, check_stored_shape
 from paceline.models.layers import (
     AttentionConfig,
     DenseMLP,
@@ -46,15 +46,15 @@ class TensorLocation:
     name: str
     allowed_shapes: tuple[tuple[int, ...], ...]
     first_row: int = 0
-    row_order: OrderFunction | None = None
-    column_order: OrderFunction | None = None
+    row_order: StoredIndexFunction | None = None
+    column_order: StoredIndexFunction | None = None
     stack_index: int | None = None
 
     def to_source(self, tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
         """Return where a network's tensor of shape `shape` is in the stored `tensor`.
 
         Raises:
-            CheckpointError: The stored tensor has another shape, or a type that is not supported.
+            CheckpointError: The stored tensor has none of the allowed shapes, or a type that is not supported.
         """
         source = TensorSource(tensor, shape, self.stack_index, self.first_row, self.row_order, self.column_order)
         check_stored_shape(source, *self.allowed_shapes)
@@ -65,7 +65,7 @@ def tensor_locations(file: GgufFile, config: ModelConfig) -> dict[str, TensorLoc
     """Return by internal name where the tensors of recurrent mixers, gated or latent attention and fused matrices are stored."""
     locations: dict[str, TensorLocation] = {}
     family = FAMILIES[config.family]
-    has_tiled_heads = gguf_format(family).has_tiled_value_heads
+    has_reordered_value_heads = gguf_format(family).has_tiled_value_heads
     for index, layer in enumerate(config.layers):
         block, hidden = f"blk.{index}.", config.hidden_size
         in_layer = _fused_tensors(block, layer, family, hidden) | _fused_experts(file, block, layer.mlp, hidden)
@@ -75,7 +75,7 @@ def tensor_locations(file: GgufFile, config: ModelConfig) -> dict[str, TensorLoc
             if isinstance(mixer, AttentionConfig):
                 in_layer |= {} if mixer.latent is None else _latent_attention_tensors(block, mixer, mixer.latent)
             elif isinstance(mixer, GatedDeltaConfig):
-                in_layer |= _delta_net_tensors(file, block, mixer, hidden, has_tiled_heads=has_tiled_heads)
+                in_layer |= _delta_net_tensors(file, block, mixer, hidden, has_reordered_value_heads=has_reordered_value_heads)
             elif isinstance(mixer, Mamba2Config):
                 in_layer |= _mamba2_tensors(block, mixer, hidden)
             else:
@@ -85,7 +85,7 @@ def tensor_locations(file: GgufFile, config: ModelConfig) -> dict[str, TensorLoc
 
 
 def _fused_tensors(block: str, layer: LayerConfig, family: Family, hidden: int) -> dict[str, TensorLocation]:
-    """Return the parts of matrices that are fused in GGUF files as in the family's checkpoints (`fused_in_layer`)."""
+    """Return the locations of matrices that GGUF files store fused in the same way as the family's checkpoints."""
     has_short_convolution = any(isinstance(mixer, ShortConvConfig) for mixer in layer.mixers)
     latent = layer.attention.latent if isinstance(layer.mixer, AttentionConfig) else None
     names = {
@@ -95,25 +95,25 @@ def _fused_tensors(block: str, layer: LayerConfig, family: Family, hidden: int) 
         f"{family.recurrent_module}.in_proj": "shortconv.in_proj" if has_short_convolution else "ssm_in",
     }
     locations: dict[str, TensorLocation] = {}
-    for source, parts in fused_in_layer(layer, family).items():
-        if source in names:
-            columns = latent.query_rank if latent is not None and source == "self_attn.q_b_proj" else hidden
-            locations |= _part_locations(block + names[source], parts, columns)
+    for fused_name, parts in fused_in_layer(layer, family).items():
+        if fused_name in names:
+            columns = latent.query_rank if latent is not None and fused_name == "self_attn.q_b_proj" else hidden
+            locations |= _part_locations(block + names[fused_name], parts, columns)
     return locations
 
 
 def _fused_projections(file: GgufFile, block: str, layer: LayerConfig, hidden: int) -> dict[str, TensorLocation]:
-    """Return q, k, v, gate and up if the file fuses them in one matrix."""
+    """Return the locations of q, k and v if the file fuses them in one matrix, and of gate and up if it fuses these."""
     locations: dict[str, TensorLocation] = {}
-    for source, parts in fused_projections(layer).items():
-        stack, separate = _PROJECTION_NAMES[source]
+    for fused_name, parts in fused_projections(layer).items():
+        stack, separate = _PROJECTION_NAMES[fused_name]
         if f"{block}{stack}.weight" in file.tensors and f"{block}{separate}.weight" not in file.tensors:
             locations |= _part_locations(block + stack, parts, hidden)
     return locations
 
 
 def _fused_experts(file: GgufFile, block: str, mlp: DenseMLP | ExpertMLP | None, hidden: int) -> dict[str, TensorLocation]:
-    """Return the gate and up matrices of experts if the file fuses them in one stack for each layer."""
+    """Return the locations of the experts' gate and up matrices if the file fuses them in one stacked tensor for each layer."""
     name = f"{block}ffn_gate_up_exps.weight"
     if name not in file.tensors or not isinstance(mlp, ExpertMLP):
         return {}
@@ -126,7 +126,7 @@ def _fused_experts(file: GgufFile, block: str, mlp: DenseMLP | ExpertMLP | None,
 
 
 def _part_locations(name: str, parts: RowsByMatrix, columns: int) -> dict[str, TensorLocation]:
-    """Return the locations of weights and biases that are rows of one stored tensor."""
+    """Return the locations of matrices whose weights are rows of the stored `{name}.weight`, and their biases rows of `{name}.bias`."""
     shapes = {"weight": (num_rows(parts), columns), "bias": (num_rows(parts),)}
     return {
         f"{part}.{kind}": TensorLocation(f"{name}.{kind}", (shape,), first_row=rows.start)
@@ -150,18 +150,18 @@ def _latent_attention_tensors(block: str, mixer: AttentionConfig, latent: Latent
 
 
 def _delta_net_tensors(
-    file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int, *, has_tiled_heads: bool
+    file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int, *, has_reordered_value_heads: bool
 ) -> dict[str, TensorLocation]:
     state, channels = mixer.state_shape, mixer.channels
     per_key_head = state.num_heads // state.num_key_heads
 
-    def value_head_order(head_size: int, num_rows_before: int = 0) -> OrderFunction | None:
-        """Return the order of value heads of `head_size` rows after `num_rows_before` other rows; None = the stored order."""
-        is_reordered = has_tiled_heads and per_key_head > 1
+    def value_head_order(head_size: int, num_rows_before: int = 0) -> StoredIndexFunction | None:
+        """Return a function for the stored index of each row; the first `num_rows_before` rows stay in place. None = all rows stay."""
+        is_reordered = has_reordered_value_heads and per_key_head > 1
         return partial(_value_head_order, state.num_key_heads, per_key_head, head_size, num_rows_before) if is_reordered else None
 
-    def locate_projection(part: str, size: int, order: OrderFunction | None) -> TensorLocation:
-        return TensorLocation(block + part, ((size, hidden),), row_order=order)
+    def locate_projection(stored_name: str, num_rows: int, row_order: StoredIndexFunction | None) -> TensorLocation:
+        return TensorLocation(block + stored_name, ((num_rows, hidden),), row_order=row_order)
 
     head_shapes, num_keys = ((state.num_heads,), (state.num_heads, 1)), 2 * state.key_width
     locations = {
@@ -179,9 +179,9 @@ def _delta_net_tensors(
             f"{block}ssm_out.weight", ((hidden, state.value_width),), column_order=value_head_order(state.columns)
         ),
     }
-    for name, source in (("ssm_in", "in_proj_qkvz"), ("ssm_ba", "in_proj_ba")):  # only Qwen3-Next
+    for name, fused_name in (("ssm_in", "in_proj_qkvz"), ("ssm_ba", "in_proj_ba")):  # only Qwen3-Next
         if f"{block}{name}.weight" in file.tensors:
-            locations |= _part_locations(f"{block}{name}", fused_by_key_head(mixer)[source], hidden)
+            locations |= _part_locations(f"{block}{name}", fused_by_key_head(mixer)[fused_name], hidden)
     return locations
 
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, name_list, shortened
 from paceline.models.config import FLOAT_TYPES, ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups
+from paceline.models.gguf.blocks import StoredBlocks, convert_to_grouped_matrix
 from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
-from paceline.models.gguf.fields import MTP_TENSOR
+from paceline.models.gguf.fields import MTP_TENSOR_NAME
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
 from paceline.models.gguf.stored_tensor import (
-    OrderFunction,
+    StoredIndexFunction,
     TensorSource,
     check_stored_shape,
     order_digest_bytes,
@@ -95,43 +95,43 @@ _GGUF_MTP_MODULE_NAMES = {
 """GGUF names of the tensors that a module for multi-token prediction (MTP) has in addition to its layer, by internal name."""
 _XIELU_SUFFIXES = tuple(f".activation.{part}" for part in XIELU_PARAMETERS)
 _F32_TYPE = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "F32")
-_MTP_COPY_MODULES = ("embed_tokens", "shared_head_head")
+_COPIED_MTP_MODULES = ("embed_tokens", "shared_head_head")  # copies of the embedding and lm_head
 _KV_TENSOR_NAMES = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraTensors:
-    """Tensors in the GGUF file of a drafting head that a model of its `ModelConfig` does not have.
+    """Tensors in a drafting head's GGUF file that are in addition to those implied by the head's `ModelConfig`.
 
     Attributes:
-        tensors: name in the file and shape, by internal name. These names take precedence over the usual names.
+        names_and_shapes: name in the file and shape of each tensor, by internal name. These names take precedence over the usual names.
         names_read_by_caller: names of further tensors in the file, which the caller reads itself.
         head_kind: kind of head, for errors.
     """
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    names_and_shapes: Mapping[str, tuple[str, tuple[int, ...]]]
     names_read_by_caller: Container[str]
     head_kind: str
 
 
 class GgufWeights(LazyWeights):
-    """The weights in a GGUF file. A quantised matrix is converted to groups on first use.
+    """The weights in a GGUF file. A quantised matrix is converted to a `GroupedMatrix` on first use.
 
     Args:
-        extra: tensors that the network has in addition to those of `config`.
+        extra_tensors: tensors that the network has in addition to those of `config`; None = it has no others.
         regroup: requantise matrices to groups of 128 columns with one scale each, which is faster but changes values.
         num_threads: number of threads that convert matrices.
     """
 
     def __init__(
-        self, file: GgufFile, config: ModelConfig, *, extra: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
+        self, file: GgufFile, config: ModelConfig, *, extra_tensors: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
     ) -> None:
         """Find every tensor of the network.
 
         Raises:
             CheckpointError: A tensor is missing or unknown, or its shape or type is not supported.
         """
-        self._sources = sources = _find_network_sources(file, config, extra)
+        self._sources = sources = _find_network_sources(file, config, extra_tensors)
         self._regroup = regroup
         super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
         self.bundled_head = "mtp" if num_mtp_modules(file, config) else None
@@ -140,9 +140,9 @@ class GgufWeights(LazyWeights):
         source = self._sources[name]
         if source.tensor.block_type.name in FLOAT_TYPES:
             return super().read_rows(name, row_indices)
-        return convert_blocks_to_groups(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
+        return convert_to_grouped_matrix(stored_rows(source)[row_indices], source.tensor.block_type, str(source.tensor)).values()
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         return tensor_info(self._sources[name], regroup=self._regroup)
 
     def free_tensor(self, name: str) -> None:
@@ -153,6 +153,7 @@ class GgufWeights(LazyWeights):
         return None if self._regroup else stored_blocks(self._sources[name])
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        """Return the arrays in the GGUF file, and all settings, from which a tensor is computed."""
         if self._regroup:
             return super().source_arrays(name)
         source = self._sources[name]
@@ -161,13 +162,13 @@ class GgufWeights(LazyWeights):
 
 def num_mtp_modules(file: GgufFile, config: ModelConfig) -> int:
     """Return the number of modules for multi-token prediction (MTP) after the last layer."""
-    return sum(_is_mtp_tensor(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
+    return sum(_is_mtp_tensor(name, file, config) and name.endswith(f".{MTP_TENSOR_NAME}") for name in file.tensors)
 
 
 def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
-    """Return for each tensor of the first MTP module, by internal name, a function that reads it. Its layer is named `layers.0`.
+    """Return for each tensor of the first MTP module, by internal name, a function that reads it.
 
-    A module may hold copies of the embedding and lm_head. They are not read, because converters round them once more than the model's own.
+    The layer is named `layers.0`. Copies of the embedding and lm_head are not read: converters round them once more than the originals.
 
     Args:
         layer: settings of the module's layer.
@@ -183,11 +184,11 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # Qwen's MTP modules without a final norm use the model's
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    extra_tensors = {name: (name_in_file, shapes[name]) for name, name_in_file in parts.items()}
-    sources, missing = _find_sources(file, with_module, layer_shapes, extra_tensors)
+    names_and_shapes = {name: (name_in_file, shapes[name]) for name, name_in_file in parts.items()}
+    sources, missing = _find_sources(file, with_module, layer_shapes, names_and_shapes)
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
-    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPY_MODULES}
+    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _COPIED_MTP_MODULES}
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
@@ -197,30 +198,31 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     }
 
 
-def _find_network_sources(file: GgufFile, config: ModelConfig, extra: ExtraTensors | None) -> dict[str, TensorSource]:
-    extra_tensors = {} if extra is None else extra.tensors
-    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in extra_tensors}
-    sources, missing = _find_sources(file, config, shapes, extra_tensors)
+def _find_network_sources(file: GgufFile, config: ModelConfig, extra_tensors: ExtraTensors | None) -> dict[str, TensorSource]:
+    names_and_shapes = {} if extra_tensors is None else extra_tensors.names_and_shapes
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in names_and_shapes}
+    sources, missing = _find_sources(file, config, shapes, names_and_shapes)
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
     known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
-    others = () if extra is None else extra.names_read_by_caller
+    others = () if extra_tensors is None else extra_tensors.names_read_by_caller
     unknown = [name for name in file.tensors if name not in known and name not in others and not _is_unused(name, file, config)]
     if unknown:
         reason = f"a {config.family} model does not have; running without them would give other tokens"
-        reason = reason if extra is None else f"no {extra.head_kind} has: it may compute something else with them; use another drafter"
+        if extra_tensors is not None:
+            reason = f"no {extra_tensors.head_kind} has: it may compute something else with them; use another drafter"
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {reason}")
     return sources
 
 
 def _find_sources(
-    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], extra_tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], names_and_shapes: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[dict[str, TensorSource], list[str]]:
     """Return where each tensor is stored, and the GGUF names of tensors that the file lacks.
 
     Args:
         shapes: shapes of the tensors with usual GGUF names, by internal name.
-        extra_tensors: names in the file and shapes of the other tensors, by internal name.
+        names_and_shapes: names in the file and shapes of the other tensors, by internal name.
     """
     gguf = gguf_format(FAMILIES[config.family])
     modules = {**_GGUF_MODULE_NAMES, **gguf.module_names}
@@ -233,8 +235,8 @@ def _find_sources(
             continue
         location = locations.get(name)
         name_in_file, stack_index = _gguf_name(name, modules, file) if location is None else (location.name, None)
-        if name_in_file not in file.tensors and name_in_file.removesuffix(".weight") in file.tensors:  # as in Falcon-H1
-            name_in_file = name_in_file.removesuffix(".weight")
+        if name_in_file not in file.tensors and name_in_file.removesuffix(".weight") in file.tensors:
+            name_in_file = name_in_file.removesuffix(".weight")  # Falcon-H1 files have this name without the suffix
         if name_in_file not in file.tensors:
             missing.append(name_in_file)
         elif location is not None:
@@ -246,7 +248,7 @@ def _find_sources(
                 row_order = _half_split_row_order(layer.mixer, name.split(".")[-2], shape[0])
             sources[name] = TensorSource(file.tensors[name_in_file], shape, stack_index, row_order=row_order)
             check_stored_shape(sources[name], (*_stack_dimension(stack_index, layer, config), *shape))
-    for name, (name_in_file, shape) in extra_tensors.items():
+    for name, (name_in_file, shape) in names_and_shapes.items():
         if name_in_file in file.tensors:
             sources[name] = TensorSource(file.tensors[name_in_file], shape)
             check_stored_shape(sources[name], shape)
@@ -256,7 +258,7 @@ def _find_sources(
 
 
 def _stack_dimension(index: int | None, layer: LayerConfig | None, config: ModelConfig) -> tuple[int, ...]:
-    """Return the first dimension of the tensor that stacks a matrix at `index`, as a tuple; empty if no tensor stacks it."""
+    """Return (number of stacked matrices,) of the tensor whose slice `index` is a matrix; () if the matrix is a tensor of its own."""
     if index is None:
         return ()
     if layer is None:
@@ -294,7 +296,7 @@ def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[s
 
 
 def _is_unused(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether a tensor is unused: in an MTP module, in `GgufFormat.ignored_tensors`, or a key or value projection of shared KV."""
+    """Return whether a tensor is unused: of an MTP module, ignored in this format, or for keys or values taken from another layer."""
     if _is_mtp_tensor(name, file, config):
         return True
     found = re.fullmatch(r"blk\.(\d{1,9})\.(.*)", name)
@@ -305,12 +307,12 @@ def _is_unused(name: str, file: GgufFile, config: ModelConfig) -> bool:
 
 
 def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to an MTP module, which is a block after the last layer with an `eh_proj`."""
+    """Return whether a tensor belongs to an MTP module: a block that follows the last layer and has an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
+    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR_NAME}" in file.tensors
 
 
-def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> OrderFunction | None:
+def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> StoredIndexFunction | None:
     """Return the row order of a q or k projection in a file with interleaved rotary embeddings; None for other modules."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None

@@ -19,8 +19,8 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.grouped import RUN_COLUMNS, half_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.storage.fused_matrices import (
-    Rows,
     RowsByMatrix,
+    RowSelection,
     fused_by_key_head,
     fused_in_layer,
     fused_projections,
@@ -79,10 +79,11 @@ class CheckpointWeights(LazyWeights):
             self.container = stored.container.name
             self.notices = (*stored.container.notices, *dequantized_notice(packed.values(), config.weight_type))
 
-    def info(self, name: str) -> TensorInfo:
-        return self._computed[name].info if name in self._computed else super().info(name)
+    def tensor_info(self, name: str) -> TensorInfo:
+        return self._computed[name].info if name in self._computed else super().tensor_info(name)
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        """Return the arrays in the checkpoint's files from which a tensor is computed."""
         return self._computed[name].source_arrays if name in self._computed else super().source_arrays(name)
 
     def free_tensor(self, name: str) -> None:
@@ -92,7 +93,7 @@ class CheckpointWeights(LazyWeights):
 
 
 def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> LazyTensor:
-    """Return a matrix that is converted on first use: to groups, or to floats of `weight_type` if groups cannot hold its values.
+    """Return a matrix that is converted on first use: to a `GroupedMatrix`, or to floats of `weight_type` if that cannot hold its values.
 
     The conversion raises a CheckpointError if a scale or a value is not finite.
     """
@@ -104,12 +105,12 @@ def lazy_matrix(packed: PackedMatrix, weight_type: WeightType, num_threads: int 
 
 
 def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
-    """Return the bytes in memory, after conversion, of all matrices that are converted to floats."""
+    """Return how many bytes all matrices that are converted to floats take in memory."""
     return sum(lazy_matrix(matrix, weight_type).info.nbytes for matrix in packed if matrix.bits is None)
 
 
 def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
-    """Return a notice for users, as a tuple, about the memory of matrices converted to floats; an empty tuple if there are none."""
+    """Return one notice for users: how much memory the matrices take that are converted to floats. Empty if no matrix is."""
     floats = [matrix for matrix in packed if matrix.bits is None]
     if not floats:
         return ()
@@ -161,7 +162,7 @@ def _find_tensors(model: StoredModel, config: ModelConfig, computed: Container[s
 
 
 class _ComputedTensors:
-    """Tensors that are computed from stored tensors, which are removed from `stored`.
+    """Computes tensors of the network from stored tensors, and removes the stored ones from `StoredModel.tensors`.
 
     Attributes:
         tensors: computed float tensors, by internal names.
@@ -176,8 +177,8 @@ class _ComputedTensors:
 
     def add_layer(self, index: int, layer: LayerConfig) -> None:
         """Add the computed tensors of a layer."""
-        for source, rows in fused_in_layer(layer, self._family).items():
-            self._add_fused_rows(index, source, rows)
+        for fused_name, rows in fused_in_layer(layer, self._family).items():
+            self._add_fused_rows(index, fused_name, rows)
         if self._family.has_mxfp4_experts and isinstance(layer.mlp, ExpertMLP):
             self.tensors |= _lazy_experts(self._stored, index, layer.mlp, self._hidden_size)
         for mixer in layer.mixers:
@@ -191,20 +192,20 @@ class _ComputedTensors:
         if mixer.state_shape is not None:
             self._add_decay(name_prefix, stored_prefix + "A_log", mixer.state_shape.num_heads)
         if isinstance(mixer, GatedDeltaConfig) and stored_prefix + "in_proj_qkvz.weight" in self._stored.tensors:
-            for source, rows in fused_by_key_head(mixer).items():
-                self._add_fused_rows(index, prefix + source, rows)
+            for fused_name, rows in fused_by_key_head(mixer).items():
+                self._add_fused_rows(index, prefix + fused_name, rows)
 
-    def _add_fused_rows(self, index: int, source: str, parts: RowsByMatrix) -> None:
+    def _add_fused_rows(self, index: int, fused_name: str, parts: RowsByMatrix) -> None:
         """Split a fused matrix and its bias, and add the parts under their internal names."""
-        name_prefix, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
+        name_prefix, fused_name, count = f"layers.{index}.", f"model.layers.{index}.{fused_name}", num_rows(parts)
         first = f"{name_prefix}{next(iter(parts))}"
         has_bias, columns = f"{first}.bias" in self._shapes, self._shapes[f"{first}.weight"][1]
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, columns), **({"bias": (count,)} if has_bias else {})}
         for kind, shape in shapes.items():
-            stored = self._stored.tensors.get(f"{source}.{kind}")
+            stored = self._stored.tensors.get(f"{fused_name}.{kind}")
             if isinstance(stored, PackedMatrix):
-                del self._stored.tensors[f"{source}.{kind}"]
-                _check_shape(f"{source}.{kind}", stored, shape)
+                del self._stored.tensors[f"{fused_name}.{kind}"]
+                _check_shape(f"{fused_name}.{kind}", stored, shape)
                 for part, rows in parts.items():
                     matrix, name = stored.select_rows(rows), f"{name_prefix}{part}.{kind}"
                     if is_transposed(part):
@@ -212,13 +213,13 @@ class _ComputedTensors:
                     else:
                         self.packed[name] = matrix
                 continue
-            tensor = _pop_tensor(self._stored, f"{source}.{kind}", shape)
+            tensor = _pop_tensor(self._stored, f"{fused_name}.{kind}", shape)
             for part, rows in parts.items():
                 make_lazy = _lazy_transposed_rows if is_transposed(part) else _lazy_rows
                 self.tensors[f"{name_prefix}{part}.{kind}"] = make_lazy(tensor, rows)
 
     def _add_convolution(self, name_prefix: str, stored_prefix: str, mixer: Recurrent) -> None:
-        """Add the weights of a convolution: one stored tensor, or several concatenated tensors, and scaled for some families."""
+        """Add the weights of a convolution, stored in one tensor or several. Some families multiply channels by factors."""
         tensors, scales = self._pop_convolutions(stored_prefix, mixer), None
         if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
             sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
@@ -263,13 +264,13 @@ def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
         return -np.exp(as_float32(logarithms))
 
 
-def _lazy_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
+def _lazy_rows(tensor: Tensor, rows: RowSelection) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     array = tensor.array[rows] if isinstance(rows, slice) else tensor.array
     return _lazy_tensor((array,), (count, *tensor.shape[1:]), tensor.weight_type, lambda: tensor.array[rows])
 
 
-def _lazy_transposed_rows(tensor: Tensor, rows: Rows) -> LazyTensor:
+def _lazy_transposed_rows(tensor: Tensor, rows: RowSelection) -> LazyTensor:
     shape = _lazy_rows(tensor, rows).info.shape[::-1]
     return _lazy_tensor((tensor.array,), shape, tensor.weight_type, lambda: np.ascontiguousarray(tensor.array[rows].T))
 
@@ -294,14 +295,14 @@ def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: 
     tensors: dict[str, LazyTensor] = {}
     count, inner = mlp.routing.num_experts, mlp.expert.intermediate_size
     for stack, parts in _STACKED_MATRICES.items():
-        source_name = f"model.layers.{layer}.mlp.experts.{stack}"
+        stored_name = f"model.layers.{layer}.mlp.experts.{stack}"
         rows, columns = (hidden_size, inner) if stack == "down_proj" else (2 * inner, hidden_size)
-        bias = _pop_tensor(stored, f"{source_name}_bias", (count, rows))
-        plain = _pop_tensor(stored, source_name, (count, columns, rows)) if source_name in stored.tensors else None
+        bias = _pop_tensor(stored, f"{stored_name}_bias", (count, rows))
+        plain = _pop_tensor(stored, stored_name, (count, columns, rows)) if stored_name in stored.tensors else None
         blocks = exponents = None
         if plain is None:
-            blocks = _pop_uint8_tensor(stored, f"{source_name}_blocks", (count, rows, columns // RUN_COLUMNS, RUN_COLUMNS // 2))
-            exponents = _pop_uint8_tensor(stored, f"{source_name}_scales", (count, rows, columns // RUN_COLUMNS))
+            blocks = _pop_uint8_tensor(stored, f"{stored_name}_blocks", (count, rows, columns // RUN_COLUMNS, RUN_COLUMNS // 2))
+            exponents = _pop_uint8_tensor(stored, f"{stored_name}_scales", (count, rows, columns // RUN_COLUMNS))
         for expert in range(count):
             for part, part_rows in parts.items():
                 name = f"layers.{layer}.experts.{expert}.{part}"
@@ -310,7 +311,7 @@ def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: 
                     tensors[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                 elif blocks is not None and exponents is not None:
                     pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
-                    matrix = read_e2m1(source_name, pairs, exponents[expert, part_rows], half_scales)
+                    matrix = read_e2m1(stored_name, pairs, exponents[expert, part_rows], half_scales)
                     tensors[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
     return tensors
 
@@ -330,7 +331,7 @@ def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
 
 
 def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Replace fused qkv and gate_up matrices by their parts, which are views of the same bytes, and return all tensors."""
+    """Replace fused qkv and gate_up matrices with their parts, which are views of the same bytes, and return all tensors."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
         for stack, parts in fused_projections(layer).items():
@@ -344,9 +345,9 @@ def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelCo
 def _select_rows(name: str, tensor: StoredWeight, rows: slice, total: int) -> StoredWeight:
     """Return the consecutive rows `rows` of a matrix, after checking that it has `total` rows."""
     if len(tensor.shape) != 2 or tensor.shape[0] != total:
-        source_name = tensor.source_name if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
+        stored_name = tensor.stored_name if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
         raise CheckpointError(
-            f"{source_name} has shape {list(tensor.shape)}, but config.json requires {total} rows: they belong to different models"
+            f"{stored_name} has shape {list(tensor.shape)}, but config.json requires {total} rows: they belong to different models"
         )
     if isinstance(tensor, PackedMatrix):
         return tensor.select_rows(rows)
@@ -362,7 +363,7 @@ def _is_stored_minus_one(name: str, config: ModelConfig) -> bool:
 
 
 def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
-    """Reorder the rows of q and k in place, so that rotary pairs are (j, j + R/2)."""
+    """Reorder the rows of q and k in place, so that row j of a head is paired with row j + rotary_size / 2 in rotary embeddings."""
     for index, attention in config.attention_layers.items():
         head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
@@ -379,7 +380,7 @@ def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatri
 def _check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.source_name}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            f"{stored.stored_name}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
             "one of the two files belongs to another model"
         )
     return stored
@@ -403,7 +404,7 @@ def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files:
 
 
 def _pop_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Remove a tensor from `stored` and return a view of it (`_open_tensor`)."""
+    """Remove a tensor from `stored`, check that it has shape `shape` and a float type, and return a view of it."""
     return _open_tensor(name, stored.pop_tensor(name), shape, stored.files)
 
 
@@ -424,14 +425,14 @@ def _check_tied_embedding(embedding: Tensor | PackedMatrix | None, stored: Store
     if isinstance(stored, PackedMatrix):
         arrays = embedding.stored_arrays if isinstance(embedding, PackedMatrix) else ()
         is_same = len(arrays) == len(stored.stored_arrays) and all(map(np.array_equal, arrays, stored.stored_arrays))
-        source_name = stored.source_name
+        stored_name = stored.stored_name
     else:
-        source_name = f"{stored.path}: lm_head.weight"
+        stored_name = f"{stored.path}: lm_head.weight"
         is_same = isinstance(embedding, Tensor)
         if isinstance(embedding, Tensor):
             lm_head = _open_tensor("lm_head.weight", stored, embedding.shape, files)
             is_same = lm_head.weight_type is embedding.weight_type and np.array_equal(lm_head.array, embedding.array)
     if not is_same:
         raise CheckpointError(
-            f"{source_name} differs from the embedding although tie_word_embeddings is true: set it to false in config.json"
+            f"{stored_name} differs from the embedding although tie_word_embeddings is true: set it to false in config.json"
         )

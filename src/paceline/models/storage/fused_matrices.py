@@ -19,8 +19,8 @@ from paceline.models.layers import (
 )
 from paceline.models.weights import half_split_order
 
-Rows = slice | NDArray[np.int64]
-RowsByMatrix = Mapping[str, Rows]
+RowSelection = slice | NDArray[np.int64]  # a range of matrix rows, or their indices
+RowsByMatrix = Mapping[str, RowSelection]
 
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, RowsByMatrix]:
@@ -30,7 +30,7 @@ def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, RowsByMatrix
 
 
 def fused_projections(layer: LayerConfig) -> dict[str, dict[str, slice]]:
-    """Return the fused matrices of q, k and v, and of gate and up, with the rows of each part (`Family.has_fused_projections`)."""
+    """Return the rows of q, k and v in their fused matrix, and of gate and up in theirs. Not all families fuse these."""
     attention = layer.attention
     found = {
         "self_attn.qkv_proj": consecutive_rows({"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size})
@@ -64,7 +64,7 @@ def num_rows(parts: RowsByMatrix) -> int:
 
 
 def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return the row range of each part if the parts follow one another. `sizes` has the number of rows of each."""
+    """Return the row range of each part of a matrix whose parts are stored one after another. `sizes`: number of rows of each part."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
@@ -87,9 +87,9 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
 
 
 def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, RowsByMatrix]:
-    """Return the fused matrices of multi-head latent attention. Rotary pairs, which are interleaved in checkpoints, become (j, j + R/2).
+    """Return the fused matrices of multi-head latent attention, with the rows of each part.
 
-    The rows of `k_up.N` are transposed afterwards (`is_transposed`).
+    Rotary pairs, which are interleaved in checkpoints, become (j, j + rotary_size / 2). The network transposes `k_up.{head}`.
     """
     size, rope, rank = latent.unrotated_size, latent.rope_size, mixer.latent_size
     queries = np.arange(mixer.num_heads * (size + rope)).reshape(mixer.num_heads, -1)

@@ -35,7 +35,7 @@ CACHE_FOLDER = "quantised"
 FORMAT_VERSION = 3  # of the file format and of the rounding in quantize.py; part of the cache key
 _ALIGNMENT_BYTES = 64
 _TEMPORARY_PREFIX = ".partial-"
-_MAX_TEMPORARY_AGE_S = 24 * 3600.0
+_MAX_TEMPORARY_FILE_AGE_S = 24 * 3600.0
 _CHECKSUM_BYTES = 16
 _NUM_SAMPLED_ROWS = 16  # of each tensor, for the cache key
 _BYTES_PER_SAMPLED_ROW = 512
@@ -48,11 +48,11 @@ class _FileLayout:
 
     header: bytes
     arrays: Mapping[str, slice]
-    checksum_begin: int
+    checksum_offset: int
 
     @property
-    def size(self) -> int:
-        return self.checksum_begin + _CHECKSUM_BYTES
+    def num_file_bytes(self) -> int:
+        return self.checksum_offset + _CHECKSUM_BYTES
 
 
 def quantized_weights(
@@ -98,7 +98,7 @@ def quantized_weights(
         try:
             found = _read_file(path, layout, weights, schemes)
             if found is None:
-                _evict_until_fits(path.parent, layout.size, limit)
+                _evict_until_fits(path.parent, layout.num_file_bytes, limit)
                 _write_file(path, layout, schemes, quantize)
                 found = _read_file(path, layout, weights, schemes)
             if found is not None:
@@ -132,8 +132,8 @@ class QuantizedWeights(LazyWeights):
         super().free_tensor(name)
         self._weights.free_tensor(name)
 
-    def info(self, name: str) -> TensorInfo:
-        info, scheme = self._weights.info(name), self._schemes.get(name)
+    def tensor_info(self, name: str) -> TensorInfo:
+        info, scheme = self._weights.tensor_info(name), self._schemes.get(name)
         return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
 
 
@@ -146,7 +146,7 @@ def _cache_key(weights: Weights, options: QuantOptions, schemes: _Schemes, files
             raise unreadable_error(path, error) from error
         digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
     for name in schemes:
-        info = weights.info(name)
+        info = weights.tensor_info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
         for array in weights.source_arrays(name):
             digest.update(_sample_rows(array) if files else xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
@@ -165,7 +165,7 @@ def _file_layout(weights: Weights, schemes: _Schemes, key: str) -> _FileLayout:
     byte_ranges: dict[str, slice] = {}
     offset = 0
     for name, scheme in schemes.items():
-        rows, columns = weights.info(name).shape
+        rows, columns = weights.tensor_info(name).shape
         codes = ("I8" if scheme.bits == 8 else "U8", [rows, columns * scheme.bits // 8], rows * columns * scheme.bits // 8)
         groups = columns // scheme.group_size
         for part, (kind, shape, num_bytes) in {"codes": codes, "scales": ("F32", [rows, groups], rows * groups * 4)}.items():
@@ -197,7 +197,7 @@ def _write_file(path: Path, layout: _FileLayout, names: Iterable[str], quantize:
                 for part, array in (("codes", matrix.codes), ("scales", matrix.scales)):
                     file.write(bytes(layout.arrays[f"{name}.{part}"].start - file.tell()))
                     file.write(array.reshape(-1).view(np.uint8).data)
-            file.write(bytes(layout.checksum_begin - file.tell()))
+            file.write(bytes(layout.checksum_offset - file.tell()))
             file.flush()
             file.write(xxh3_128_digest(map_file(Path(temporary))[len(layout.header) :].data))
             file.flush()
@@ -215,13 +215,13 @@ def _read_file(path: Path, layout: _FileLayout, weights: Weights, schemes: _Sche
         content = map_file(path)
     except (FileNotFoundError, CheckpointError):
         return None
-    if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
+    if len(content) != layout.num_file_bytes or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    if content[layout.checksum_begin :].tobytes() != xxh3_128_digest(content[len(layout.header) : layout.checksum_begin].data):
+    if content[layout.checksum_offset :].tobytes() != xxh3_128_digest(content[len(layout.header) : layout.checksum_offset].data):
         return None
     tensors: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
-        info = weights.info(name)
+        info = weights.tensor_info(name)
         codes, scales = (content[layout.arrays[f"{name}.{part}"]].reshape(info.shape[0], -1) for part in ("codes", "scales"))
         matrix = GroupedMatrix(codes.view(scheme.code_type), scales.view("<f4"), None, scheme.bits, scheme.zero_point)
         tensors[name] = GroupedTensor(matrix, info.weight_type)
@@ -270,5 +270,5 @@ def _remove_old_temporary_files(directory: Path) -> None:
     """Remove temporary files of killed processes: all that are older than a day."""
     for temporary in directory.glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(OSError):
-            if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_AGE_S:
+            if time.time() - temporary.stat().st_mtime > _MAX_TEMPORARY_FILE_AGE_S:
                 temporary.unlink()

@@ -21,14 +21,14 @@ from paceline.model_directory import SAFETENSORS, no_model_error
 from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular_file, read_json, unreadable_error
 
 MAX_DIMENSIONS = 8
-_SHARD_NAME = re.compile(r"[^/\\\0]{1,200}\.safetensors")
+_SHARD_NAME_PATTERN = re.compile(r"[^/\\\0]{1,200}\.safetensors")
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location of a tensor in a safetensors file: bytes `begin` to `end`, without `end`."""
+    """Location of a tensor in a safetensors file: bytes `begin` up to but excluding `end`, from the start of the file."""
 
     path: Path
     dtype: str
@@ -110,7 +110,7 @@ def _shard_paths(index: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{index} is no index of safetensors shards: its weight_map is {shortened(weight_map)}; download it again")
     for name in weight_map.values():
         # A path instead of a file name could point outside the checkpoint.
-        if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or _SHARD_NAME_PATTERN.fullmatch(name) is None:
             raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file next to it")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not is_file(index.parent / name)]

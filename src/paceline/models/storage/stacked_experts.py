@@ -1,4 +1,4 @@
-"""Split tensors that stack all experts of a layer into tensors of single experts, without copying bytes."""
+"""Split tensors that stack all experts of a layer into one tensor for each expert, without copying bytes."""
 
 import re
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
 from paceline.models.storage.safetensors_file import StoredTensor
 
-_EXPERT_TENSOR_NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_EXPERT_TENSOR_NAME_PATTERN = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
 _MIXTRAL_MATRIX_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _STACK_NAMES = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
 
 
 def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Replace stacked tensors by tensors of single experts, such as `model.layers.0.mlp.experts.7.gate_proj.weight`.
+    """Split stacked tensors into one tensor for each expert, such as `model.layers.0.mlp.experts.7.gate_proj.weight`.
 
     Raises:
-        CheckpointError: A stacked tensor has another shape than config.json requires.
+        CheckpointError: The shape of a stacked tensor differs from what config.json requires.
     """
     family = FAMILIES[config.family]
     tensors = {standard_expert_name(name, family): tensor for name, tensor in stored.items()}
@@ -39,7 +39,7 @@ def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> di
 
 def standard_expert_name(name: str, family: Family) -> str:
     """Return the name that most families use for an expert's tensor; other names are returned unchanged."""
-    match = _EXPERT_TENSOR_NAME.fullmatch(name)
+    match = _EXPERT_TENSOR_NAME_PATTERN.fullmatch(name)
     if match is None or match[2] != family.mlp_module:
         return name
     prefix, _, expert, part, other = match.groups()

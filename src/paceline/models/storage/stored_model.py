@@ -32,8 +32,7 @@ class StoredModel:
     """Locations of the tensors of a checkpoint directory.
 
     Attributes:
-        directory: directory of the checkpoint.
-        tensors: unused tensors of the language model, by name without the prefix of a multimodal model.
+        tensors: tensors of the language model that are not read yet, by name without the prefix of a multimodal model.
         files: mapped files, by path.
         bundled_head, has_encoders: as in `Weights`.
         container: format of packed matrices; None = the checkpoint has none.
@@ -88,7 +87,7 @@ def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Sto
     """Return the tensors of the language model, without the prefix of a multimodal model and without encoders."""
     prefix = next((prefix for prefix in TEXT_MODEL_PREFIXES if any(name.startswith(prefix) for name in stored)), None)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(ENCODER_PREFIXES)}
-    return plain if prefix is None else {strip_multimodal_prefix(name, prefix): tensor for name, tensor in plain.items()}
+    return plain if prefix is None else {replace_multimodal_prefix(name, prefix): tensor for name, tensor in plain.items()}
 
 
 def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -96,8 +95,8 @@ def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelCon
 
     A layer after the last one is a drafting head only if it has an `eh_proj`. Otherwise config.json states too few layers.
     """
-    layer_name = re.compile(r"model\.layers\.(\d{1,9})\.")
-    layers = {name: int(match[1]) for name in stored if (match := layer_name.match(name)) and int(match[1]) >= config.num_layers}
+    layer_name_pattern = re.compile(r"model\.layers\.(\d{1,9})\.")
+    layers = {name: int(match[1]) for name in stored if (match := layer_name_pattern.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored
         if name.startswith(_DRAFTING_HEAD_PREFIXES) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
@@ -106,8 +105,8 @@ def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelCon
     return {name: tensor for name, tensor in stored.items() if name not in head_names}, heads
 
 
-def strip_multimodal_prefix(name: str, prefix: str) -> str:
-    """Replace the `prefix` of a multimodal model in a tensor's name by `model.`."""
+def replace_multimodal_prefix(name: str, prefix: str) -> str:
+    """Replace a multimodal model's `prefix` in a tensor's name with `model.`, and remove the prefix of lm_head."""
     if name.startswith(prefix):
         return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")  # prefix of lm_head only
+    return name.removeprefix("language_model.")

@@ -82,7 +82,7 @@ class _WeightShapes(NativeWeights):
 
     def __init__(self, weights: Weights, quantized_names: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)
-        self._infos = {name: weights.info(name) for name in weights}
+        self._infos = {name: weights.tensor_info(name) for name in weights}
         self._quantized_names = quantized_names
 
     def has_tensor(self, name: str) -> bool:

@@ -92,7 +92,7 @@ class NativeNetwork(Network):
             kv_source._shared.add_kv_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        types = {(info.weight_type.value, info.bits) for info in map(weights.info, weights)}
+        types = {(info.weight_type.value, info.bits) for info in map(weights.tensor_info, weights)}
         weight_types = sorted(kind if bits is None else f"{kind} in {bits} bits" for kind, bits in types)
         row_type = compute_type.value if packed is None else "bytes"
         self.execution_key = (

@@ -147,7 +147,7 @@ def _pack_as_groups(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
         try:
             matrix = blocks.select_rows(rows).to_grouped_matrix()
         except CheckpointError:
-            raise not_finite_error(blocks.source_name, rows.start, rows.stop - 1) from None
+            raise not_finite_error(blocks.stored_name, rows.start, rows.stop - 1) from None
         _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
 
     _fill_panels(packed, fill_range, num_threads)
@@ -176,9 +176,9 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     def fill_range(begin: int, end: int) -> None:
         result = library.paceline_pack_gguf_blocks(record, begin, end, to.shape[1], to.ctypes.data)
         if result >= 0:
-            raise not_finite_error(blocks.source_name, result, result)
+            raise not_finite_error(blocks.stored_name, result, result)
         if result == -2:
-            raise CapacityError(f"{blocks.source_name} cannot be packed: out of memory; use a smaller model, or close other programs")
+            raise CapacityError(f"{blocks.stored_name} cannot be packed: out of memory; use a smaller model, or close other programs")
         assert result == -1  # block types that the kernels do not read are handled above
         if row_order is None and raw.nbytes > _DROP_PAGES_MIN_BYTES:
             drop_pages([raw[begin * PANEL_OUTPUTS : end * PANEL_OUTPUTS]])
@@ -261,7 +261,7 @@ def _contiguous(array: Any) -> Any:
 def _groups_of_zero_row(blocks: StoredBlocks) -> GroupedMatrix:
     """Return a matrix of one row of zeros, whose groups have the shapes and types of those in `blocks`."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
-    return StoredBlocks(zeros, blocks.block_type, blocks.source_name, column_run_order=blocks.column_run_order).to_grouped_matrix()
+    return StoredBlocks(zeros, blocks.block_type, blocks.stored_name, column_run_order=blocks.column_run_order).to_grouped_matrix()
 
 
 def _block_scales_fit_float16(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
