@@ -147,7 +147,7 @@ def test_eagle_skips_reused_blocks_that_ran_without_the_head(heads: Heads, plain
         if output.usage.num_cached_tokens == 0:
             assert output.speculation.acceptance_rate == 1.0
         assert output.token_ids == plain(heads("listening"), [text])[0]
-    assert llm.engine.cache.prefix_stats.evicted_blocks > 20
+    assert llm.engine.cache.prefix_stats.num_evicted_blocks > 20
     check(llm)
 
 

@@ -339,7 +339,7 @@ class Panicking:
 def test_tokenizer_panic_ends_its_request_alone(llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = llm.tokenizer._backend
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_library", Panicking(backend._library, method))
+        patch.setattr(backend, "_library_tokenizer", Panicking(backend._library_tokenizer, method))
         if method == "decode":
             with raises(RequestError, "tokenizer cannot decode token ids", "index out of bounds"):
                 llm.generate([5, 6, 7], GREEDY)

@@ -10,7 +10,7 @@ from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
 from harness.hybrid_checkpoints import CASES
 from paceline import LLM, CapacityError, SamplingParams
-from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, RecurrentStateCache
+from paceline.kv_cache.recurrent_state import MIN_PREFILL_ROWS_WITHOUT_RECORDS, RecurrentStateCache
 from paceline.speculation.draft_length.policy import FixedDraftLength
 
 pytest.importorskip("torch")
@@ -34,7 +34,7 @@ def test_recurrent_state_records_of_long_prompts_are_bounded(hybrid: Path, monke
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert output.speculation.num_accepted_tokens > 0
-    assert max(counts) < MIN_UNRECORDED_ROWS
+    assert max(counts) < MIN_PREFILL_ROWS_WITHOUT_RECORDS
 
 
 def test_recurrent_state_memory_limits_running_requests(hybrid: Path) -> None:

@@ -115,7 +115,7 @@ def test_every_request_of_a_batch_equals_the_request_alone(
                 tally["token ids equal through the engine"] += traffic.num_compared
                 assert traffic.num_ended == sum(len(job.answers) for job in jobs)
                 assert traffic.num_compared == sum(job.num_tokens for job in jobs)
-                if llm.stats().num_preemptions and (llm.engine.cache.prefix_stats.evicted_blocks or not enable_prefix_caching):
+                if llm.stats().num_preemptions and (llm.engine.cache.prefix_stats.num_evicted_blocks or not enable_prefix_caching):
                     break
             stats, hits = llm.stats(), llm.engine.cache.prefix_stats
             assert stats.num_preemptions > 0
@@ -123,9 +123,9 @@ def test_every_request_of_a_batch_equals_the_request_alone(
             assert stats.speculation.num_draft_tokens > 0 or kind == "none" or (kind == "ngram" and not large_counts)
             if enable_prefix_caching:
                 assert stats.num_cached_tokens > 0
-                assert hits.evicted_blocks > 0
+                assert hits.num_evicted_blocks > 0
             else:
-                assert stats.num_cached_tokens == hits.hit_tokens == hits.evicted_blocks == 0
+                assert stats.num_cached_tokens == hits.num_hit_tokens == hits.num_evicted_blocks == 0
 
 
 def test_compared_requests_cover_all_sampling_and_ending_options(given_of: GivenOf) -> None:

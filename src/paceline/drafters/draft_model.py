@@ -147,7 +147,7 @@ class DraftModelDrafter(GreedyTextModel):
             steps = (self._rejection_sampling_steps if is_drawn else self._tree_steps)(request, replace(budget, max_depth=depth))
             draft = self._start_draft(request, context, len(context), depth, steps)
             if draft is not None:
-                draft.uses_top_tokens = self._translation is None and request.processor.leaves_logits_unchanged and not is_drawn
+                draft.uses_top_tokens = self._translation is None and request.processor.needs_no_editing and not is_drawn
             drafts.append(draft)
         self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]

@@ -99,14 +99,14 @@ class DraftSampler:
         log_sum, drawn, scores, ids = row
         probs = [math.exp(score - log_sum) for score in scores]
         support = support_of(request.params, probs)
-        top = ids[: support.count]
+        top = ids[: support.num_kept]
         if drawn not in top:
-            if not support.is_all:
+            if not support.includes_all_kept:
                 return None
             position = len(request.token_ids) + len(path)
-            candidates = Distribution(np.array(scores[: support.count], np.float32), np.array(top), greedy=False)
+            candidates = Distribution(np.array(scores[: support.num_kept], np.float32), np.array(top), greedy=False)
             drawn = draw(candidates, request.seed, request.sample_index, position)
-        prob_by_token = {token: prob / support.mass if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
+        prob_by_token = {token: prob / support.mass if support.includes_all_kept else prob for token, prob in zip(top, probs, strict=False)}
         if width == 1:
             return DraftTokens((drawn,), (min(1.0, prob_by_token[drawn]),))
         return _add_siblings(drawn, prob_by_token, width, is_greedy=False)

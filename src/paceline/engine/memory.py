@@ -13,7 +13,7 @@ from decimal import ROUND_CEILING, Context
 from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.cache import BLOCK_SIZE
-from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
+from paceline.kv_cache.recurrent_state import CHECKPOINT_DEFAULTS, CheckpointConfig
 from paceline.kv_cache.row_plan import num_blocks_for
 from paceline.kv_cache.sliding_window import PassLimits, num_window_blocks
 from paceline.machine import available_memory_bytes, total_memory_bytes
@@ -50,7 +50,7 @@ class CachePlan:
     too_long_advice: str
     num_bytes: int = 0
     notice: str | None = None
-    checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS
+    checkpoints: CheckpointConfig = CHECKPOINT_DEFAULTS
     max_num_seqs: int = MAX_NUM_SEQS
 
     @property

@@ -26,21 +26,21 @@ class PrefixStats:
     """Counters of the prefix cache.
 
     Attributes:
-        queried_tokens: number of tokens whose prefix was looked up.
-        hit_tokens: number of these tokens whose keys and values were cached.
-        evicted_blocks: number of indexed blocks that were evicted to allocate them again.
+        num_looked_up_tokens: tokens that were looked up in the prefix index.
+        num_hit_tokens: looked-up tokens whose keys and values were cached.
+        num_evicted_blocks: indexed blocks that were evicted because their memory was needed.
     """
 
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_blocks: int = 0
+    num_looked_up_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
 
 
 class BlockHash(NamedTuple):
     """Identifies a full block: the hash of all tokens up to its end, and its own token ids as bytes."""
 
     digest: bytes
-    token_bytes: bytes
+    token_id_bytes: bytes
 
 
 class BlockPool:
@@ -77,7 +77,7 @@ class BlockPool:
         return self._owners[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one owner each: idle ones last, the least recently used first.
+        """Allocate `count` blocks with one owner each. Idle blocks are allocated last, starting with the least recently used one.
 
         Raises:
             CapacityError: fewer than `count` blocks are free; nothing was changed.
@@ -91,7 +91,7 @@ class BlockPool:
         for _ in range(count):
             if not self._free:
                 self.unregister(next(iter(self._idle)))
-                self.prefix_stats.evicted_blocks += 1
+                self.prefix_stats.num_evicted_blocks += 1
             block = self._free.pop()
             self._owners[block] = 1
             blocks.append(block)
@@ -123,14 +123,14 @@ class BlockPool:
         size = self._block_size
         digest = previous[-1].digest if previous else blake2b(self._secret + salt, digest_size=HASH_BYTES).digest()
         for start in range(len(previous) * size, num_blocks * size, size):
-            token_bytes = array("I", token_ids[start : start + size]).tobytes()
-            digest = blake2b(digest + token_bytes, digest_size=HASH_BYTES).digest()
-            yield BlockHash(digest, token_bytes)
+            token_id_bytes = array("I", token_ids[start : start + size]).tobytes()
+            digest = blake2b(digest + token_id_bytes, digest_size=HASH_BYTES).digest()
+            yield BlockHash(digest, token_id_bytes)
 
     def find_block(self, block_hash: BlockHash) -> int | None:
         """Return the indexed block with this hash; None if there is none."""
         block = self._block_of.get(block_hash.digest)
-        return block if block is not None and self._hash_of[block].token_bytes == block_hash.token_bytes else None
+        return block if block is not None and self._hash_of[block].token_id_bytes == block_hash.token_id_bytes else None
 
     def hash_of(self, block: int) -> BlockHash | None:
         """Return the hash of `block`; None if it is not indexed."""

@@ -18,9 +18,9 @@ class CachedSequence:
     Attributes:
         block_table: the sequence's blocks, in order.
         committed_len: number of committed rows. Later rows belong to the current pass.
-        row_plan: the rows of the current pass; None = no pass is reserved.
-        block_hashes: hashes of the first blocks: all full blocks that `match_prefix` matched or `register_prefix` indexed.
-        num_queried_tokens: number of tokens whose prefix `match_prefix` looked up.
+        row_plan: the rows of the current pass; None = no rows are reserved.
+        block_hashes: hashes of the full blocks that `match_prefix` matched or `register_prefix` indexed.
+        num_looked_up_tokens: number of tokens that `match_prefix` looked up, which is 0 without prefix caching.
         salt: only sequences with the same salt share blocks.
         id: unique in its cache; 0 = the sequence belongs to no cache.
     """
@@ -31,7 +31,7 @@ class CachedSequence:
     committed_len: int = 0
     row_plan: RowPlan | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
-    num_queried_tokens: int = 0
+    num_looked_up_tokens: int = 0
 
 
 class KVCache:
@@ -46,12 +46,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layer_caches: Sequence[LayerCache],
-        num_blocks: int,
-        *,
-        block_size: int = BLOCK_SIZE,
-        prefix_caching: bool = True,
+        self, layer_caches: Sequence[LayerCache], num_blocks: int, *, block_size: int = BLOCK_SIZE, prefix_caching: bool = True
     ) -> None:
         all_caches = self.layer_caches = list(layer_caches)
 
@@ -194,9 +189,9 @@ class KVCache:
         self.pool.add_owner(blocks)
         sequence.block_table = blocks
         self._resume_layer_caches(sequence, len(blocks) * self.block_size)
-        sequence.num_queried_tokens = len(token_ids)
-        self.prefix_stats.queried_tokens += len(token_ids)
-        self.prefix_stats.hit_tokens += sequence.committed_len
+        sequence.num_looked_up_tokens = len(token_ids)
+        self.prefix_stats.num_looked_up_tokens += len(token_ids)
+        self.prefix_stats.num_hit_tokens += sequence.committed_len
         return sequence.committed_len
 
     def cached_prefix_len(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
@@ -204,11 +199,11 @@ class KVCache:
         return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
 
     def release_prefix(self, sequence: CachedSequence) -> None:
-        """Undo `match_prefix` and its statistics, if no rows were reserved since."""
-        self.prefix_stats.queried_tokens -= sequence.num_queried_tokens
-        self.prefix_stats.hit_tokens -= sequence.committed_len
+        """Undo `match_prefix` and what it added to `prefix_stats`. Must not be called after rows were reserved."""
+        self.prefix_stats.num_looked_up_tokens -= sequence.num_looked_up_tokens
+        self.prefix_stats.num_hit_tokens -= sequence.committed_len
         self._free_blocks(sequence, 0)
-        sequence.committed_len = sequence.num_queried_tokens = 0
+        sequence.committed_len = sequence.num_looked_up_tokens = 0
         for layer_cache in self.layer_caches:
             layer_cache.release_sequence(sequence.id)
 
@@ -296,7 +291,8 @@ class KVCache:
     def _free_blocks(self, sequence: CachedSequence, first_index: int) -> None:
         """Release the blocks from `first_index` on, the last one first, so that the end of a sequence is evicted before its beginning.
 
-        A prefix that is no longer indexed is indexed again. Idle blocks of these prefixes become the most recently used ones.
+        Released blocks whose hashes were removed from the prefix index are indexed again. The indexed blocks of all released hashes, if
+        idle, become the most recently used ones.
         """
         table, block_hashes = sequence.block_table, sequence.block_hashes
         self.pool.release(reversed(table[max(first_index, len(block_hashes)) :]))

@@ -1,8 +1,9 @@
-"""Stores the states of recurrent layers: the last inputs of a convolution, and matrices. Their size is constant.
+"""Stores the states of recurrent layers: the last inputs of their convolutions, and the matrices of their recurrences.
 
-The stored state covers a prefix of the committed rows, whose length is a multiple of `chunk_size`. Each later committed row is *pending*: a
-*replay record* stores the inputs of its state update. A pass first repeats the updates of the pending rows, then computes its own rows.
-Each row of a draft tree starts from the state of its parent. So a rejected draft token only frees its record, and no state is copied.
+A state has the same size for texts of any length. The stored state covers a prefix of the committed rows, whose length is a multiple of
+`chunk_size`. Each later committed row is *pending*: a *replay record* stores the inputs of its state update. A pass first repeats the
+updates of the pending rows, then computes its own rows, each from the state of its parent in the draft tree. So rejecting a draft token
+only frees its record, and no state is copied.
 
 A *checkpoint* is a copy of the state after a full block. Other sequences with the same prefix resume from it.
 """
@@ -20,8 +21,9 @@ from paceline.kv_cache.block_pool import BlockHash
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import CommittedPath, RowPlan
 
-MIN_UNRECORDED_ROWS = 16
-"""A pass with at least this many prefill rows writes the state after them instead of records, as they are never dropped one by one."""
+MIN_PREFILL_ROWS_WITHOUT_RECORDS = 16
+"""A pass with at least this many prefill rows writes the state after these rows instead of their replay records, because prefill rows are
+never dropped one by one."""
 NO_RECORD = -1
 
 
@@ -39,7 +41,7 @@ class CheckpointConfig:
     max_checkpoints: int = 16
 
 
-DEFAULT_CHECKPOINTS = CheckpointConfig()
+CHECKPOINT_DEFAULTS = CheckpointConfig()
 
 
 class StateUpdate(NamedTuple):
@@ -51,8 +53,8 @@ class StateUpdate(NamedTuple):
         pending_records: indices of the records of the pending rows, in order.
         num_applied_rows: how many of the pending rows the pass adds to `state` in place.
         row_records: for each row of the pass, the index of the record that it writes, or `NO_RECORD`.
-        saved_states: (count, target) in ascending order: write the state after `count` pending and prefill rows to array `target`.
-        has_run: array of shape [1], which the pass sets to 1 at its end.
+        states_to_save: (count, target) in ascending order: write the state after `count` pending and prefill rows to array `target`.
+        has_run: [1], 1 = the pass has applied its updates. It is an array, because the kernels write to it.
     """
 
     state: Any
@@ -60,7 +62,7 @@ class StateUpdate(NamedTuple):
     pending_records: Sequence[int]
     num_applied_rows: int
     row_records: Sequence[int]
-    saved_states: Sequence[tuple[int, Any]]
+    states_to_save: Sequence[tuple[int, Any]]
     has_run: NDArray[np.int32]
 
 
@@ -71,13 +73,13 @@ class _Checkpoint:
     Attributes:
         length: number of rows that `state` covers.
         records: replay records of the rows from `length` to the end of the block; None = `state` covers the whole block.
-        is_prompt: whether the last rows before the checkpoint are prefill rows.
+        ends_in_prefill: whether the last row that `state` covers was a prefill row of a pass that wrote no records.
     """
 
     state: Any
     length: int
     records: Any = None
-    is_prompt: bool = False
+    ends_in_prefill: bool = False
 
 
 @dataclass(slots=True)
@@ -86,15 +88,16 @@ class _SequenceState:
 
     Attributes:
         state, length: the state after the first `length` rows.
-        records, pending_records: as in `StateUpdate`.
+        records, pending_records, has_run: as in `StateUpdate`.
         free_records: indices of unused records.
         row_records, num_applied_rows: of the current pass, as in `StateUpdate`.
         num_unrecorded_rows: how many rows at the beginning of the current pass write no records.
-        saved_states: states that the current pass writes, as (number of rows that the state covers, target).
+        states_to_save: states that the current pass writes: (number of rows of the sequence that the state covers, target).
         block_hashes: hashes of full blocks that end after `length`, by block index.
         unregistered_checkpoints: checkpoints of blocks that have no hash yet, by block index.
-        last_checkpoint: hash of the newest checkpoint, which the next one replaces; None = it is kept, being at a multiple of the interval.
-        last_is_prompt: `is_prompt` of the newest checkpoint. Only a checkpoint with the same value replaces it.
+        last_checkpoint: hash of the newest checkpoint, which the next one replaces; None = there is none, or it is at a multiple of
+            the interval and is kept.
+        last_checkpoint_ends_in_prefill: `ends_in_prefill` of the newest checkpoint. Only a checkpoint with the same value replaces it.
         is_consistent: False while `state`, `length` and `pending_records` change. After an interrupt during this, the state is not used.
     """
 
@@ -106,12 +109,12 @@ class _SequenceState:
     row_records: list[int] = field(default_factory=list)
     num_applied_rows: int = 0
     num_unrecorded_rows: int = 0
-    saved_states: list[tuple[int, Any]] = field(default_factory=list)
+    states_to_save: list[tuple[int, Any]] = field(default_factory=list)
     has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     block_hashes: dict[int, BlockHash] = field(default_factory=dict)
     unregistered_checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
     last_checkpoint: BlockHash | None = None
-    last_is_prompt: bool = False
+    last_checkpoint_ends_in_prefill: bool = False
     is_consistent: bool = True
 
     def clear_plan(self) -> None:
@@ -125,7 +128,7 @@ class RecurrentStateCache(LayerCache):
         state_size, record_size: how many numbers a state and a replay record have.
         allocate: returns an array of zeros of a given shape, of the runtime's array type.
         chunk_size: stored states cover prefixes of a multiple of `chunk_size` rows. It divides `block_size`, and is at most
-            `MIN_UNRECORDED_ROWS`.
+            `MIN_PREFILL_ROWS_WITHOUT_RECORDS`.
     """
 
     def __init__(
@@ -150,10 +153,10 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the reserved pass. If the pass has run before, rows that it applied are left out."""
+        """Return the state update of the pass whose rows are reserved. If the pass is repeated, rows that it has applied are left out."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
-        saves = [(end - sequence.length, state) for end, state in sequence.saved_states]
+        saves = [(end - sequence.length, state) for end, state in sequence.states_to_save]
         pending, rows, has_run = sequence.pending_records, sequence.row_records, sequence.has_run
         return StateUpdate(sequence.state, sequence.records, pending, sequence.num_applied_rows, rows, saves, has_run)
 
@@ -170,11 +173,11 @@ class RecurrentStateCache(LayerCache):
             raise RuntimeError(f"the state of a sequence does not cover its {start} committed rows")
         pinned_len = start if plan.pinned_len is None else plan.pinned_len
         num_unrecorded_rows = num_applied_rows = 0
-        if plan.num_prefill_rows >= MIN_UNRECORDED_ROWS and pinned_len == start:
+        if plan.num_prefill_rows >= MIN_PREFILL_ROWS_WITHOUT_RECORDS and pinned_len == start:
             num_unrecorded_rows = max(0, self._round_down_to_chunk(start + plan.num_prefill_rows) - start)
         try:
             if num_unrecorded_rows:
-                self._allocate_states_to_save(sequence, start + num_unrecorded_rows, end_row=start + num_unrecorded_rows)
+                self._allocate_states_to_save(sequence, start + num_unrecorded_rows, includes_last=True)
             else:
                 num_applied_rows = self._round_down_to_chunk(min(max(0, pinned_len - sequence.length), len(sequence.pending_records)))
                 if sequence.state is None:
@@ -197,7 +200,7 @@ class RecurrentStateCache(LayerCache):
         sequence.is_consistent = False
         before = sequence.pending_records
         if num_unrecorded_rows:
-            (_, state), replaced = sequence.saved_states.pop(), sequence.state
+            (_, state), replaced = sequence.states_to_save.pop(), sequence.state
             sequence.state, sequence.length, sequence.pending_records = state, plan.committed_len + num_unrecorded_rows, kept
             self._recycle_state(replaced)
             self._store_saved_states(sequence)
@@ -257,7 +260,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_checkpoint(sequence, index, block_hash, sequence.unregistered_checkpoints.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered_checkpoints):  # checkpoints of blocks that were registered before: they cannot be found
+        for index in list(sequence.unregistered_checkpoints):  # their hashes are not known, so no lookup could find them
             self._recycle_state(sequence.unregistered_checkpoints.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
@@ -285,7 +288,7 @@ class RecurrentStateCache(LayerCache):
             if sequence.state is not None:
                 yield sequence.state
             yield from (checkpoint.state for checkpoint in sequence.unregistered_checkpoints.values())
-            yield from (state for _, state in sequence.saved_states)
+            yield from (state for _, state in sequence.states_to_save)
 
     def _finish_pass(self, sequence: _SequenceState) -> None:
         """If the pass has run, free the records of the rows that it applied to the state, and store the states that it saved."""
@@ -302,10 +305,11 @@ class RecurrentStateCache(LayerCache):
 
     def _store_saved_states(self, sequence: _SequenceState) -> None:
         """Turn the states that the pass has written into checkpoints."""
-        saves, sequence.saved_states = sequence.saved_states, []
+        saves, sequence.states_to_save = sequence.states_to_save, []
         for end, state in saves:
             index = end // self._block_size - 1
-            block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded_rows > 0)
+            block_hash = sequence.block_hashes.get(index)
+            checkpoint = _Checkpoint(state, end, ends_in_prefill=sequence.num_unrecorded_rows > 0)
             if block_hash is None:
                 sequence.unregistered_checkpoints[index] = checkpoint
             else:
@@ -313,33 +317,33 @@ class RecurrentStateCache(LayerCache):
         for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
             del sequence.block_hashes[index]
 
-    def _allocate_states_to_save(self, sequence: _SequenceState, last_row: int, end_row: int | None = None) -> None:
-        """Allocate arrays for the states that the pass saves: those of checkpoints up to row `last_row`, and that after `end_row`."""
+    def _allocate_states_to_save(self, sequence: _SequenceState, length: int, *, includes_last: bool = False) -> None:
+        """Allocate arrays for checkpoints after up to `length` rows and, if `includes_last`, for the state after `length` rows."""
         size = self._block_size
         if self.config.max_checkpoints:
-            ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
+            ends = list(range((sequence.length // size + 1) * size, length + 1, size))
             for block_end in ends:
                 if block_end % self.config.interval_rows == 0 or block_end == ends[-1]:
-                    sequence.saved_states.append((block_end, self._new_state()))
-        if end_row is not None:
-            sequence.saved_states.append((end_row, self._new_state()))
+                    sequence.states_to_save.append((block_end, self._new_state()))
+        if includes_last:
+            sequence.states_to_save.append((length, self._new_state()))
 
     def _free_states_to_save(self, sequence: _SequenceState) -> None:
-        while sequence.saved_states:
-            self._recycle_state(sequence.saved_states.pop()[1])
+        while sequence.states_to_save:
+            self._recycle_state(sequence.states_to_save.pop()[1])
 
     def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
         """Store the checkpoint after block `index`, and evict the checkpoint that it replaces."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle_state(checkpoint.state)
             return
-        if sequence.last_checkpoint is not None and checkpoint.is_prompt == sequence.last_is_prompt:
+        if sequence.last_checkpoint is not None and checkpoint.ends_in_prefill == sequence.last_checkpoint_ends_in_prefill:
             self._evict_checkpoint(sequence.last_checkpoint)
         while len(self._checkpoints) >= self.config.max_checkpoints:
             self._evict_checkpoint(next(iter(self._checkpoints)))
         self._checkpoints[block_hash] = checkpoint
         sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval_rows == 0 else block_hash
-        sequence.last_is_prompt = checkpoint.is_prompt
+        sequence.last_checkpoint_ends_in_prefill = checkpoint.ends_in_prefill
 
     def _store_last_checkpoint(self, sequence: _SequenceState) -> None:
         """Store the state of a released sequence, and records up to the end of its last full block, as a checkpoint after that block."""

@@ -60,7 +60,7 @@ class RowPlan:
         return len(self.parents)
 
     def committed_path(self, node: int) -> CommittedPath:
-        """Return the path from the root to `node`, and where its rows are moved."""
+        """Return the path from the root to `node`, and the moves that put its rows directly after the committed rows."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
         rows: Sequence[int] = range(node + 1) if self.mask is None else path_to(self.parents, node)

@@ -21,19 +21,19 @@ class PassLimits:
 
     Attributes:
         max_sequences: maximum number of sequences that are longer than a window.
-        max_rows: maximum number of rows of a pass. All sequences that are shorter than a window also have at most this many rows together.
+        max_pass_rows: maximum number of rows of a pass, and of the cached rows of all sequences shorter than a window together.
     """
 
     max_sequences: int
-    max_rows: int
+    max_pass_rows: int
 
 
 def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, block_size: int) -> int:
-    """Return how many blocks a `SlidingWindowCache` needs next to a `KVCache` of `num_blocks`; without limits as many."""
+    """Return how many blocks the `SlidingWindowCache` of a `KVCache` with `num_blocks` blocks needs: all of them if `limits` is None."""
     if limits is None:
         return num_blocks
     per_sequence = num_blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # + 2: the first and the last block may be partly used
-    return min(num_blocks, limits.max_sequences * (per_sequence + 1) + num_blocks_for(limits.max_rows, block_size))
+    return min(num_blocks, limits.max_sequences * (per_sequence + 1) + num_blocks_for(limits.max_pass_rows, block_size))
 
 
 @dataclass(slots=True)

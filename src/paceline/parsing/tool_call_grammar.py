@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.parsing.argument_types import enum_values, is_text, parameter_schema, resolve_ref
 from paceline.parsing.tools import Tool
-from paceline.sampling.grammars.compiled_grammar import ONE_LINE_JSON
+from paceline.sampling.grammars.compiled_grammar import JSON_WHITESPACE
 from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class ToolCallGrammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a grammar of JSON on one line that matches a schema."""
-        return self.rule(f"%json {json.dumps({'x-guidance': ONE_LINE_JSON, **enforceable_schema(schema)})}")
+        return self.rule(f"%json {json.dumps({'x-guidance': JSON_WHITESPACE, **enforceable_schema(schema)})}")
 
     def call(self, head: str, tool: Tool, tail: str = "") -> str:
         """Return a grammar of the JSON object of a tool's arguments between two texts."""

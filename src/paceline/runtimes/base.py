@@ -14,7 +14,7 @@ from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.full_attention import PagedCache
-from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
+from paceline.kv_cache.recurrent_state import CHECKPOINT_DEFAULTS, CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
@@ -255,7 +255,7 @@ class Network(ABC):
             CapacityError: the cache does not fit in memory.
         """
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = CHECKPOINT_DEFAULTS) -> KVCache:
         """Allocate the cache of all layers. From now on this network and those with the same weights use it.
 
         Args:

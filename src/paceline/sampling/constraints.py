@@ -29,26 +29,26 @@ class RepeatedNgrams:
     """Bans every token that would complete an n-gram of prompt + output for the second time, as in transformers.
 
     Args:
-        size: number of tokens of an n-gram, >= 1.
+        ngram_size: number of tokens of an n-gram, >= 1.
         token_ids: the prompt.
     """
 
-    def __init__(self, size: int, token_ids: Sequence[int]) -> None:
-        self._num_before = size - 1
+    def __init__(self, ngram_size: int, token_ids: Sequence[int]) -> None:
+        self._num_before = ngram_size - 1
         self._token_ids: list[int] = []
         self._followers: dict[tuple[int, ...], array[int]] = {}
         for token_id in token_ids:
             self.commit(int(token_id))
 
     def commit(self, token_id: int) -> None:
-        """Append a token to the output. O(size)."""
+        """Append a token to the output. O(ngram_size)."""
         if len(self._token_ids) >= self._num_before:
             start = tuple(_last_tokens(self._token_ids, self._num_before))
             self._followers.setdefault(start, array("q")).append(token_id)
         self._token_ids.append(token_id)
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Mask tokens that repeat an n-gram. O(len(path) * size + number of banned tokens)."""
+        """Mask tokens that repeat an n-gram. O(len(path) * ngram_size + number of banned tokens)."""
         count = self._num_before
         tail = [*_last_tokens(self._token_ids, count), *path]
         if len(tail) < count:
@@ -72,13 +72,14 @@ class BadWords:
 
     def __init__(self, sequences: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         self._single_ids = np.array(sorted({word[0] for word in sequences if len(word) == 1}), np.int64)
-        endings: dict[int, dict[tuple[int, ...], set[int]]] = {}
+        last_ids_by_prefix: dict[int, dict[tuple[int, ...], set[int]]] = {}
         for *prefix, last_id in (word for word in sequences if len(word) > 1):
-            endings.setdefault(len(prefix), {}).setdefault(tuple(prefix), set()).add(last_id)
-        self._endings = {  # length of a prefix -> prefix -> ids that would complete a bad word after it
-            count: {prefix: np.array(sorted(last_ids), np.int64) for prefix, last_ids in group.items()} for count, group in endings.items()
+            last_ids_by_prefix.setdefault(len(prefix), {}).setdefault(tuple(prefix), set()).add(last_id)
+        self._last_ids_by_prefix = {  # length of a prefix -> prefix -> ids that would complete a bad word after it
+            count: {prefix: np.array(sorted(last_ids), np.int64) for prefix, last_ids in prefixes.items()}
+            for count, prefixes in last_ids_by_prefix.items()
         }
-        self._num_before = max(self._endings, default=0)
+        self._num_before = max(self._last_ids_by_prefix, default=0)
         self._recent = _last_tokens(list(token_ids), self._num_before)
 
     def commit(self, token_id: int) -> None:
@@ -87,8 +88,8 @@ class BadWords:
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
         scores[self._single_ids] = -np.inf
         tail = _last_tokens([*self._recent, *path], self._num_before)
-        for count, endings in self._endings.items():
-            last_ids = endings.get(tuple(_last_tokens(tail, count)))
+        for count, last_ids_by_prefix in self._last_ids_by_prefix.items():
+            last_ids = last_ids_by_prefix.get(tuple(_last_tokens(tail, count)))
             if last_ids is not None:
                 scores[last_ids] = -np.inf
 
@@ -96,7 +97,7 @@ class BadWords:
 def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Convert bad words to distinct token sequences.
 
-    The tokens of a word differ between the start of a text, after a space and after a line break. All three are converted. Other
+    A word has different tokens at the start of a text, after a space and after a line break. All three token sequences are returned. Other
     tokenizations of the word, and tokens that contain more than the word, are not banned.
 
     Args:
@@ -129,8 +130,8 @@ class CustomProcessors:
     """Runs a request's own processors, in order.
 
     Args:
-        processors: functions of (token ids of prompt + output + path, scores [V] float32) that return new scores. Arguments are copies.
-            They also run for draft tokens, in any order and several times for the same text, so they must depend on nothing else.
+        processors: functions of (token ids of prompt + output + path, scores [V] float32) that return new scores. They get copies.
+            They also run for draft tokens, in any order and several times for the same text, so results must depend on the arguments only.
         token_ids: the prompt.
     """
 
@@ -145,7 +146,7 @@ class CustomProcessors:
         """Replace the scores by those that the processors return, in place.
 
         Raises:
-            RequestError: a processor raises, or its result is not an array of usable scores.
+            RequestError: a processor raises, or does not return a float32 array [V] without NaN and +inf.
         """
         for processor in self._processors:
             try:

@@ -1,7 +1,7 @@
 """Default sampling parameters: the values that the model's own files recommend.
 
 A Hugging Face directory has them in generation_config.json, a GGUF file in metadata keys `general.sampling.*`. If a model recommends none,
-text completions use the defaults of their HTTP API, and conversations a moderate temperature, because greedy ones repeat themselves.
+text completions use the defaults of their HTTP API, and chat a moderate temperature, because greedy answers repeat themselves.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ from paceline.sampling.params import SamplingParams
 RECOMMENDABLE_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters that a model may recommend."""
 CHAT_TEMPERATURE = 0.7
-"""Temperature of conversations with models that recommend none."""
+"""Temperature of chat with models that recommend none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +30,24 @@ class SamplingDefaults:
 
     @property
     def chat(self) -> dict[str, Any]:
-        """Default parameters of conversations, by name."""
+        """Default parameters of chat, by name."""
         return {"temperature": CHAT_TEMPERATURE, **self.recommended}
 
     def completion_defaults(self, api_defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the default parameters of text completions, by name.
 
         Args:
-            api_defaults: defaults of the HTTP API, including a temperature. They are used if the model recommends no parameters. Otherwise
-                only the temperature is used, if the model recommends none.
+            api_defaults: defaults of the HTTP API, including a temperature. They are used if the model recommends no parameters. If it
+                recommends some parameters but no temperature, only the temperature is taken from them.
         """
         return {"temperature": api_defaults["temperature"], **self.recommended} if self.recommended else dict(api_defaults)
 
     def apply_chat_defaults(self, params: SamplingParams, explicit: Collection[str]) -> SamplingParams:
-        """Return `params` with the defaults of conversations for all parameters whose names are not in `explicit`."""
+        """Return `params` with the defaults of chat for all parameters whose names are not in `explicit`."""
         return replace(params, **{name: value for name, value in self.chat.items() if name not in explicit})
 
     def describe(self, params: SamplingParams) -> str:
-        """Return a line for the user that lists the parameters of conversations."""
+        """Return a line for the user that lists the sampling parameters `params`, and whether they are the model's own."""
         shown = ["greedy"] if params.is_greedy else [f"temperature {params.temperature:g}"]
         neutral = SamplingParams()
         shown += [f"{name} {value:g}" for name in RECOMMENDABLE_PARAMS[1:] if (value := getattr(params, name)) != getattr(neutral, name)]

@@ -53,7 +53,7 @@ def processed_logprobs(distribution: Distribution, token_id: int, num_top: int) 
 
 
 def _token_logprobs(
-    scores: NDArray[np.float32], token_id: int, score: np.float32, num_top: int, token_ids: NDArray[np.int64] | None
+    scores: NDArray[np.float32], token_id: int, score: np.float32, num_top: int, ids_of_scores: NDArray[np.int64] | None
 ) -> TokenLogprobs:
     max_score = float(scores.max())
     weights = scores.astype(np.float64)
@@ -61,6 +61,6 @@ def _token_logprobs(
     log_total = float(np.log(np.exp(weights, out=weights).sum()))
     rank = 1 + int(np.count_nonzero(scores > score))
     best = top_n(scores, num_top)
-    best_ids: Sequence[int] = (best if token_ids is None else token_ids[best]).tolist()
+    best_ids: Sequence[int] = (best if ids_of_scores is None else ids_of_scores[best]).tolist()
     top = tuple((best_id, value - max_score - log_total) for best_id, value in zip(best_ids, scores[best].tolist(), strict=True))
     return TokenLogprobs(int(token_id), float(score) - max_score - log_total, rank, top)

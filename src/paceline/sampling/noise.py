@@ -22,7 +22,7 @@ _MIX_FACTOR_2 = 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
-    """What the noise of a position is used for. The noises of two purposes are independent."""
+    """What the noise of a position is used for. Noise for different purposes is independent."""
 
     TOKEN = 0  # sampling of the target's token, and of draft tokens that should equal it
     ACCEPT = 1  # rejection sampling: whether a draft token is accepted
@@ -37,8 +37,8 @@ def noise_key(seed: KeyArray, sample_index: KeyArray, position: KeyArray, purpos
 def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> Any:
     """Return the 64-bit key of one position, from which the bits of all vocabulary ids follow.
 
-    Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. Each step is a bijection of every
-    argument, so a change of a single argument always changes the key.
+    Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. If a single argument
+    changes, the key always changes, because for fixed other arguments it is an injective function of this one.
     """
     state = _mix((seed + _GOLDEN_GAMMA) & _UINT64_MASK)
     state = _mix(state ^ (sample_index << 8) ^ int(purpose))

@@ -85,13 +85,13 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._set_fields(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
-        self._set_fields(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        self._assign_fields(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
+        self._assign_fields(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         limits = f"0 (greedy decoding) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
         temperature = _checked_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
         if 0.0 < temperature < MIN_TEMPERATURE:
             _raise_error("temperature", temperature, f"is out of range; it must be {limits}")
-        self._set_fields(
+        self._assign_fields(
             temperature=temperature,
             top_p=_checked_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
             repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
@@ -111,7 +111,7 @@ class SamplingParams:
         self._check_output_options()
 
     def _check_output_options(self) -> None:
-        self._set_fields(
+        self._assign_fields(
             n=_checked_integer("n", self.n, 1, MAX_SAMPLES),
             logprobs=None if self.logprobs is None else _checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             prompt_logprobs=None
@@ -129,7 +129,7 @@ class SamplingParams:
         if not isinstance(grammar, Grammar | None):
             _raise_error("grammar", grammar, "is not a Grammar; make one, such as Grammar.regex(...)")
 
-    def _set_fields(self, **values: object) -> None:
+    def _assign_fields(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -179,7 +179,7 @@ def _checked_integer(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def _checked_number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
+def _checked_number(name: str, value: object, low: float, high: float, limits_text: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
     try:
@@ -187,7 +187,7 @@ def _checked_number(name: str, value: object, low: float, high: float, limits: s
     except OverflowError:  # the integer is larger than every float
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
-        _raise_error(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")
+        _raise_error(name, value, f"is out of range; it must be {limits_text or f'in [{low:.16g}, {high:.16g}]'}")
     return number
 
 

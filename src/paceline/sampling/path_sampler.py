@@ -25,7 +25,7 @@ class LogitsView(NamedTuple):
     """The logits of a forward pass."""
 
     logits: LogitsArray  # [R, V]
-    block_max: LogitsArray | None = None  # [R, blocks] the largest logit of each block of a row, if the runtime computed it
+    block_max: LogitsArray | None = None  # [R, blocks] maximum of every `BLOCK_COLUMNS` adjacent logits of a row; None = not computed
 
 
 class PathSampler(Protocol):
@@ -51,16 +51,16 @@ class PathRequest(NamedTuple):
 class BatchPathSampler(Protocol):
     """Samples the draft trees of several requests of one model in one call."""
 
-    def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
-        """Return each request's sampled path, in order; None if rounding could change the result for a tree."""
+    def sample(self, requests: Sequence[PathRequest], logits_view: LogitsView) -> list[SampledPath | None]:
+        """Return the sampled path of each request, in order; a path is None if rounding could change it."""
 
 
-def sample_paths(requests: Sequence[PathRequest | None], view: LogitsView) -> list[SampledPath | None]:
+def sample_paths(requests: Sequence[PathRequest | None], logits_view: LogitsView) -> list[SampledPath | None]:
     """Sample the trees of a step's requests in one call. The result is None for a request that is None."""
     present = [request for request in requests if request is not None]
     if not present:
         return [None] * len(requests)
-    paths = iter(present[0].sampler.batch_sampler.sample(present, view))
+    paths = iter(present[0].sampler.batch_sampler.sample(present, logits_view))
     return [None if request is None else next(paths) for request in requests]
 
 

@@ -19,7 +19,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.path_sampler import PathSampler, sample_row
 from paceline.sampling.truncation import truncate
 
-_Mask = Callable[[ScoreArray, Sequence[int]], None]
+_MaskFunction = Callable[[ScoreArray, Sequence[int]], None]
 
 
 class EditedRow(NamedTuple):
@@ -100,7 +100,7 @@ class LogitsProcessor:
         self._output_counts = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
         self._counts = [counts for counts in (self._seen_counts, self._output_counts) if counts is not None]
         self._commits: list[Callable[[int], None]] = [counts.add for counts in self._counts]
-        self._masks: list[tuple[str, _Mask]] = []  # masks by parameter name, in the order in which they apply
+        self._masks: list[tuple[str, _MaskFunction]] = []  # masks by parameter name, in the order in which they apply
         if has_ngrams:
             self._add_constraint("no_repeat_ngram_size", RepeatedNgrams(params.no_repeat_ngram_size, prompt_token_ids))
         if words := _bad_word_sequences(params, bad_word_ids, vocab_size):
@@ -120,7 +120,7 @@ class LogitsProcessor:
         self._commits.append(constraint.commit)
 
     def commit(self, *token_ids: int) -> None:
-        """Append tokens to the committed output. O(1) a token."""
+        """Append tokens to the committed output. O(1) per token."""
         self.num_output_tokens += len(token_ids)
         for commit in self._commits:
             for token_id in token_ids:
@@ -131,19 +131,19 @@ class LogitsProcessor:
         return self.grammar is not None and self.grammar.is_finished(path)
 
     @property
-    def leaves_logits_unchanged(self) -> bool:
-        """Whether only temperature, top-k, top-p and min-p apply to the rows after the committed output."""
+    def needs_no_editing(self) -> bool:
+        """Whether `edit_logits` leaves the rows after the committed output unchanged."""
         return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
 
     @property
     def path_sampler(self) -> PathSampler | None:
         """The compiled sampler for rows after the committed output; None if it is missing or `edit_logits` changes these rows."""
-        return self._path_sampler if self.leaves_logits_unchanged else None
+        return self._path_sampler if self.needs_no_editing else None
 
     @property
     def only_applies_temperature(self) -> bool:
         """Whether temperature is the only parameter that changes the rows after the committed output."""
-        return self.leaves_logits_unchanged and not self._params.has_truncation
+        return self.needs_no_editing and not self._params.has_truncation
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """Return the distribution of the token after prompt + committed output + `path`; arguments and errors as for `edit_logits`."""
@@ -177,7 +177,7 @@ class LogitsProcessor:
             mask(scores, path)
             max_score = scores.max()
             if np.isneginf(max_score):
-                raise self._no_token_left(index, path)
+                raise self._no_token_left_error(index, path)
         return scores.max() if max_score is None else max_score
 
     def _penalise(self, scores: ScoreArray, path: Sequence[int]) -> None:
@@ -203,8 +203,8 @@ class LogitsProcessor:
         if self.num_output_tokens + len(path) < self._min_tokens:
             scores[self._end_ids] = -np.inf
 
-    def _no_token_left(self, index: int, path: Sequence[int]) -> RequestError:
-        name, earlier = self._masks[index][0], [name for name, _ in self._masks[:index]]
+    def _no_token_left_error(self, mask_index: int, path: Sequence[int]) -> RequestError:
+        name, earlier = self._masks[mask_index][0], [name for name, _ in self._masks[:mask_index]]
         excluded = f"all tokens that {' and '.join(earlier)} left" if earlier else "the whole vocabulary"
         text = f"no token is left to choose at output position {self.num_output_tokens + len(path)}: {name} excludes {excluded}; allow more"
         return RequestError(text, parameter=name)

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p: which tokens of a row can be sampled.
 
-`truncate` is the definition, for a whole row. `support_of` needs only the most probable tokens, and returns which of them are kept.
+`truncate` is the definition, for a whole row. `support_of` needs only the most probable tokens, and returns how many of them are kept.
 """
 
 import math
@@ -16,7 +16,7 @@ from paceline.sampling.params import SamplingParams
 SUPPORT_TOP_N = 8
 """Number of most probable tokens from which a row's support is computed."""
 
-_BLOCKS_PER_TOKEN, _MIN_BLOCKS = 16, 128  # more blocks make the bound of `top_n` tighter, fewer make it cheaper
+_SCORE_BLOCKS_PER_RESULT, _MIN_SCORE_BLOCKS = 16, 128  # more blocks make the bound of `top_n` tighter, fewer make it cheaper
 
 
 def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: float, min_p: float) -> NDArray[np.int64] | None:
@@ -77,7 +77,7 @@ def top_n(scores: ScoreArray, count: int) -> NDArray[np.intp]:
     """
     if count == 0:
         return np.empty(0, np.intp)
-    num_blocks = max(_BLOCKS_PER_TOKEN * count, _MIN_BLOCKS)
+    num_blocks = max(_SCORE_BLOCKS_PER_RESULT * count, _MIN_SCORE_BLOCKS)
     bound = np.float32(-np.inf)
     if len(scores) >= 2 * num_blocks:
         num_in_blocks = len(scores) - len(scores) % num_blocks
@@ -101,8 +101,8 @@ def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[N
     probs: list[float] = (np.exp(scores[best] - max_score) / np.exp(scores - max_score).sum()).tolist()
     if params.has_truncation:
         support = support_of(params, probs)
-        kept = min(count, support.count)
-        best, probs = best[:kept], [prob / support.mass if support.is_all else prob for prob in probs[:kept]]
+        kept = min(count, support.num_kept)
+        best, probs = best[:kept], [prob / support.mass if support.includes_all_kept else prob for prob in probs[:kept]]
     return best, probs
 
 
@@ -110,13 +110,13 @@ def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[N
 class Support:
     """The most probable tokens of a row that top-k, top-p and min-p certainly keep."""
 
-    count: int  # number of these tokens, counted from the most probable one
-    mass: float  # the sum of their probabilities before truncation
-    is_all: bool  # whether no other token of the row is kept
+    num_kept: int  # the `num_kept` most probable tokens of the row are certainly kept
+    mass: float  # sum of the probabilities of these tokens before truncation
+    includes_all_kept: bool  # whether these are all tokens that truncation keeps
 
 
 def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:
-    """Return which of the most probable tokens of a row are kept. `probs`: their probabilities before truncation, largest first."""
+    """Return the support of a row, given the probabilities of its most probable tokens before truncation, largest first."""
     top = probs[: params.top_k] if params.top_k else probs
     # Bounds of the probability mass that top-k keeps. It is not known exactly because of ties and of tokens that are not in `probs`.
     upper = sum(top) if 0 < params.top_k <= len(probs) else 1.0
@@ -124,8 +124,8 @@ def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:
     mass = 0.0
     for count, prob in enumerate(top):
         if count and (prob < params.min_p * probs[0] or mass >= params.top_p * upper):
-            return Support(count, mass, is_all=True)
+            return Support(count, mass, includes_all_kept=True)
         if count and mass >= params.top_p * lower:
-            return Support(count, mass, is_all=False)
+            return Support(count, mass, includes_all_kept=False)
         mass += prob
-    return Support(len(top), mass, is_all=len(top) == params.top_k or mass >= params.top_p * upper)
+    return Support(len(top), mass, includes_all_kept=len(top) == params.top_k or mass >= params.top_p * upper)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.sampling.grammars.compiled_grammar import ONE_LINE_JSON
+from paceline.sampling.grammars.compiled_grammar import JSON_WHITESPACE
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.errors import invalid, shown, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
@@ -158,7 +158,7 @@ def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
             raise invalid(name, f"has a tag that begins with {shown(begin)}, and no trigger that this begins with: send one")
         before, after = (f"{json.dumps(text)} " if text else "" for text in (begin.removeprefix(trigger), end))
         index = len(rules)
-        rules.append(f"tag_{index}: trigger_{index} {before}%json {json.dumps({'x-guidance': ONE_LINE_JSON, **schema})} {after}".rstrip())
+        rules.append(f"tag_{index}: trigger_{index} {before}%json {json.dumps({'x-guidance': JSON_WHITESPACE, **schema})} {after}".rstrip())
         rules.append(f"trigger_{index}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}")
     choices = " | ".join(f"tag_{index}" for index in range(0, len(rules), 2))
     text = "\n".join([f"start: ({choices})* /(.|\\n)*/", *rules])

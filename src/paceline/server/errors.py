@@ -9,7 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, ConfigError, PacelineError, RequestError, printable
-from paceline.sampling.grammars.compile_sandbox import GRAMMAR_BUSY
+from paceline.sampling.grammars.compile_sandbox import GRAMMAR_BUSY_CODE
 from paceline.server.settings import MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 from paceline.tokenizer.control_text import strings_in
 
@@ -98,8 +98,8 @@ def http_error_of(error: BaseException) -> HttpError:
     """The answer to an error. Faults of the server itself are reported without details: their text may repeat what a request held."""
     if isinstance(error, HttpError):
         return error
-    if isinstance(error, RequestError) and error.code == GRAMMAR_BUSY:
-        return unavailable(str(error), GRAMMAR_BUSY, 5)
+    if isinstance(error, RequestError) and error.code == GRAMMAR_BUSY_CODE:
+        return unavailable(str(error), GRAMMAR_BUSY_CODE, 5)
     if isinstance(error, RequestError):
         status = 404 if error.code == "adapter_not_found" else 400  # removed since the request was read
         return HttpError(status, str(error), parameter=error.parameter, code=error.code or "invalid_value")

@@ -14,7 +14,7 @@ from paceline.errors import CheckpointError, RequestError, convert_library_error
 
 MAX_UNUSED_IDS = 1 << 16
 """In a vocabulary of N tokens, ids must be below 2 N + MAX_UNUSED_IDS."""
-_MAX_IDS_WITH_GIL = 4096  # above, `decode_batch` is used: `decode` holds the GIL, for 0.26 s with 700,000 ids
+_MAX_IDS_DECODED_WITH_GIL = 4096  # for more, `decode_batch` is used, because `decode` holds the GIL (0.26 s for 700,000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +55,39 @@ class TokenizerBackend:
         CheckpointError: there are no tokens, or an id is implausibly large.
     """
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    def __init__(self, tokenizer: Any) -> None:
+        self._library_tokenizer = tokenizer
         with convert_library_errors("the vocabulary of this tokenizer cannot be read; download it again", CheckpointError):
-            self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
-            added = library.get_added_tokens_decoder().items()
-            _disable_word_cache(getattr(library, "model", None))
+            self.vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+            added = tokenizer.get_added_tokens_decoder().items()
+            _disable_word_cache(getattr(tokenizer, "model", None))
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_token_ids(self.vocabulary.values())
-        self.has_byte_pieces = "<0x41>" in self.vocabulary and library.decoder is not None and self.decode_pieces(["<0x41>"]) == "A"
+        self.has_byte_pieces = "<0x41>" in self.vocabulary and tokenizer.decoder is not None and self.decode_pieces(["<0x41>"]) == "A"
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids, as the tokenizers library decodes them."""
         task, options = "decode token ids", {"skip_special_tokens": skip_special_tokens}
-        if len(ids) > _MAX_IDS_WITH_GIL:
-            texts: list[str] = _call(task, self._library.decode_batch, [ids], **options)
+        if len(ids) > _MAX_IDS_DECODED_WITH_GIL:
+            texts: list[str] = _call(task, self._library_tokenizer.decode_batch, [ids], **options)
             return texts[0]
-        text: str = _call(task, self._library.decode, ids, **options)
+        text: str = _call(task, self._library_tokenizer.decode, ids, **options)
         return text
 
     def decode_pieces(self, pieces: Sequence[str]) -> str:
         """Return the text of consecutive pieces."""
-        text: str = _call("decode its pieces", self._library.decoder.decode, list(pieces))
+        text: str = _call("decode its pieces", self._library_tokenizer.decoder.decode, list(pieces))
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the piece of an id; None if there is no such id."""
-        piece: str | None = _call(f"look up the token id {token_id}", self._library.id_to_token, token_id)
+        piece: str | None = _call(f"look up the token id {token_id}", self._library_tokenizer.id_to_token, token_id)
         return piece
 
     def to_json(self) -> str:
         """Return the text of a tokenizer.json, including tokens that were added after loading."""
-        text: str = _call("be written as JSON", _library_json, self._library)
+        text: str = _call("be written as JSON", _tokenizer_json, self._library_tokenizer)
         return text
 
 
@@ -105,24 +105,24 @@ def check_token_ids(ids: Collection[int]) -> None:
 
 
 def _disable_word_cache(model: Any) -> None:
-    """Switch off the BPE model's cache of words, without which encoding takes 1.3 times as long.
+    """Switch off the BPE model's cache of words, although encoding then takes 1.3 times as long.
 
-    The library (0.23) frees it only when the thread ends: after 60,000 characters, each load of Gemma 3 would leak 2.8 MB.
+    The library (0.23) frees the cache only when the thread ends: a Gemma 3 tokenizer would leak 2.8 MB after encoding 60,000 characters.
     """
     if hasattr(model, "_resize_cache"):
         model._resize_cache(0)
 
 
-def _library_json(library: Any) -> Any:
-    if library.padding is not None or library.truncation is not None:  # set by calls, not read from a file
-        library = copy(library)
-        library.no_padding()
-        library.no_truncation()
-    return library.to_str()
+def _tokenizer_json(tokenizer: Any) -> Any:
+    if tokenizer.padding is not None or tokenizer.truncation is not None:  # settings of earlier calls
+        tokenizer = copy(tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    return tokenizer.to_str()
 
 
 def _call(task: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function of the library; convert exceptions to a RequestError that the tokenizer cannot `task`."""
+    """Call a function of the library. If it fails, raise a RequestError: "the model's tokenizer cannot <task>"."""
     try:
         return function(*arguments, **options)
     except BaseException as error:

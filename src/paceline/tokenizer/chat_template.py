@@ -16,7 +16,7 @@ MAX_MEMORY_BYTES = 512 << 20
 """Maximum address space of the rendering process."""
 MAX_CPU_S = 3
 """Maximum CPU time for one conversation."""
-MAX_WAIT_S = 10
+MAX_RENDER_S = 10
 """Maximum wall-clock time for one conversation; longer than `MAX_CPU_S`, because the machine may be busy."""
 
 _RENDERER_FUNCTION = "paceline.tokenizer.template_process:renderer"
@@ -25,7 +25,7 @@ _MISSING_FIELD_ERROR = re.compile(r"'dict object' has no attribute '(\w+)'")
 """Jinja's error text if a template reads a field that a message does not have."""
 _DEFAULT_CONTEXT_TOKENS = 1 << 17
 _MAX_CHARS_PER_TOKEN = 32  # most tokens have about five characters, but a token may be a long run of spaces
-_EXTRA_CHARS = 1 << 16
+_TEMPLATE_TEXT_ALLOWANCE_CHARS = 1 << 16  # added to the limit of a rendered text, for the text in the template
 
 
 class ChatTemplate:
@@ -39,7 +39,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
-        self.isolated = IsolatedFunction(_RENDERER_FUNCTION, Limits(MAX_WAIT_S, MAX_MEMORY_BYTES, MAX_CPU_S), setup=json.dumps(source))
+        self.isolated = IsolatedFunction(_RENDERER_FUNCTION, Limits(MAX_RENDER_S, MAX_MEMORY_BYTES, MAX_CPU_S), setup=json.dumps(source))
 
     def check_compiles(self) -> None:
         """Check that the template compiles.
@@ -115,13 +115,13 @@ def _error_reason(error: IsolatedError) -> str:
 
 
 def max_rendered_chars(num_input_chars: int, max_model_len: int | None) -> int:
-    """Return the maximum length of a rendered text: twice its input, 32 characters per token of the context, and a constant.
+    """Return the maximum length of a rendered text: the sum of twice the input, 32 characters per token of the context, and a constant.
 
     Args:
         num_input_chars: length of the conversation as JSON.
         max_model_len: context length in tokens; None = 131,072.
     """
-    return 2 * num_input_chars + _MAX_CHARS_PER_TOKEN * (max_model_len or _DEFAULT_CONTEXT_TOKENS) + _EXTRA_CHARS
+    return 2 * num_input_chars + _MAX_CHARS_PER_TOKEN * (max_model_len or _DEFAULT_CONTEXT_TOKENS) + _TEMPLATE_TEXT_ALLOWANCE_CHARS
 
 
 def _normalized_message(message: object) -> dict[str, Any]:

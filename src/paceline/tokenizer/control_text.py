@@ -27,13 +27,13 @@ class ControlTokenEscaper:
     """Finds the spellings of a tokenizer's control tokens in texts, and encodes them as ordinary text.
 
     Args:
-        library: the tokenizer.
+        library_tokenizer: the tokenizer of the tokenizers library.
         vocabulary: pieces of the tokenizer. Their characters are not used as placeholders.
     """
 
-    def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
-        self._library = library
-        added = library.get_added_tokens_decoder()
+    def __init__(self, library_tokenizer: Backend, vocabulary: Iterable[str]) -> None:
+        self._library_tokenizer = library_tokenizer
+        added = library_tokenizer.get_added_tokens_decoder()
         self._control_tokens: dict[int, AddedToken] = {token_id: token for token_id, token in added.items() if token.special}
         self._ordinary_tokens = [token for token in added.values() if not token.special]
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
@@ -43,7 +43,7 @@ class ControlTokenEscaper:
         self._longest = max(map(len, texts), default=0)
         self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in texts for start in range(1, len(text))}
-        normalizer = library.normalizer
+        normalizer = library_tokenizer.normalizer
         is_normalized = normalizer is not None and any(token.normalized for token in self._control_tokens.values())
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
@@ -62,13 +62,13 @@ class ControlTokenEscaper:
         return EscapedValue(parts, placeholders, contains_control_text=bool(placeholders.by_character) or self._has_lookalikes(value))
 
     def encode(self, escaped: "EscapedValue", text: str) -> list[int]:
-        """Encode a rendered text, in which only the template's control tokens are encoded as control tokens.
+        """Encode `text`, rendered from `escaped.value`. Only control tokens that the template wrote are encoded as control tokens.
 
         Raises:
             RequestError: the tokenizer cannot encode the text.
         """
         with convert_library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
-            encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
+            encoding = self._library_tokenizer.encode_batch([text], add_special_tokens=False)[0]
             marks = escaped.placeholders.allocate_chars(2)
             parts: list[str] = []
             marked_ids: list[int | None] = []
@@ -103,31 +103,31 @@ class ControlTokenEscaper:
             if not any(stop - start > 1 for start, stop in cuts):
                 break
             parts, marked_ids = _insert_marks("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
-        unmarked_ids: list[int] = []
+        ids_without_marks: list[int] = []
         next_marked = iter(marked_ids)
         for token_id in ids:
             if token_id not in mark_ids:
                 if token_id not in controls:
-                    unmarked_ids.append(original_ids.get(token_id, token_id))
+                    ids_without_marks.append(original_ids.get(token_id, token_id))
             elif (marked := next(next_marked)) is not None:
-                unmarked_ids.append(marked)
-        return unmarked_ids
+                ids_without_marks.append(marked)
+        return ids_without_marks
 
     def _without_control_tokens(self, marks: str) -> Backend:
         """Return a tokenizer whose only control tokens are the marks. It shares memory with the original one."""
-        tokenizer = Backend(self._library.model)
-        if self._library.normalizer is not None:
-            tokenizer.normalizer = self._library.normalizer
-        if self._library.pre_tokenizer is not None:
-            tokenizer.pre_tokenizer = self._library.pre_tokenizer
+        tokenizer = Backend(self._library_tokenizer.model)
+        if self._library_tokenizer.normalizer is not None:
+            tokenizer.normalizer = self._library_tokenizer.normalizer
+        if self._library_tokenizer.pre_tokenizer is not None:
+            tokenizer.pre_tokenizer = self._library_tokenizer.pre_tokenizer
         tokenizer.add_tokens([*self._ordinary_tokens, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
         return tokenizer
 
     def _unknown_ids(self) -> set[int | None]:
-        """Return the id that stands for unknown characters. It stays in encoded texts, even if it is a control token."""
-        model = self._library.model
+        """Return the ids (None = not set) that stand for unknown characters. They stay in encoded texts, even as control tokens."""
+        model = self._library_tokenizer.model
         piece = getattr(model, "unk_token", None)
-        return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
+        return {getattr(model, "unk_id", None), None if piece is None else self._library_tokenizer.token_to_id(piece)}
 
     def _escape_copy(self, value: Any, placeholders: "_Placeholders", exempt: Sequence[str]) -> Any:
         if isinstance(value, str):
@@ -158,7 +158,7 @@ class ControlTokenEscaper:
                     yield match.start() + len(match[1]) - len(match[1].lstrip())
 
     def _partial_token_indices(self, text: str) -> Iterator[int]:
-        """Yield the index of each part of a spelling at the beginning or end of `text`, because adjacent text may complete it."""
+        """Yield the index in `text` of each incomplete control token at its beginning or end. Adjacent text may complete it."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
                 yield len(text) - length
@@ -166,7 +166,7 @@ class ControlTokenEscaper:
                 yield 0
 
     def _has_lookalikes(self, value: Any) -> bool:
-        """Return whether Unicode normalization turns a text, such as full-width letters, into the spelling of a control token."""
+        """Return whether Unicode normalization turns a string in `value` into a control token, such as one in full-width letters."""
         if self._normalize is None or self._pattern is None:
             return False
         return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())

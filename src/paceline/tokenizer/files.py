@@ -27,7 +27,7 @@ _CONVERTER_PACKAGES = ("sentencepiece", "google.protobuf")
 
 
 def open_pretrained(directory: Path) -> Any:
-    """Open the tokenizer of a directory: with transformers, or from a file of ranks if there is no tokenizer.json. Never runs its code.
+    """Open a directory's tokenizer with transformers, or from a rank file if there is no tokenizer.json. Never runs the directory's code.
 
     Raises:
         CheckpointError: the directory contains no tokenizer, or it cannot be read.
@@ -147,7 +147,7 @@ def _sentencepiece_model(directory: Path) -> Path | None:
 
 
 def _check_conversion(tokenizer: Any, model: Path) -> None:
-    """Refuse a tokenizer that encodes differently from its SentencePiece model, because some classes ignore its settings."""
+    """Refuse a tokenizer that encodes differently from its SentencePiece model, whose settings some transformers classes ignore."""
     import sentencepiece
 
     with convert_library_errors(f"{model} is damaged: download it again", CheckpointError):
@@ -160,7 +160,7 @@ def _check_conversion(tokenizer: Any, model: Path) -> None:
 
 
 def _check_vocabulary(tokenizer: Any, directory: Path) -> None:
-    """Refuse a vocabulary of special tokens only, which transformers makes of a tokenizer_config.json alone."""
+    """Refuse a vocabulary of special tokens only: transformers builds one if there is only a tokenizer_config.json."""
     names = {*tokenizer.all_special_tokens, _SENTENCEPIECE_SPACE}
     if tokenizer.vocab_size <= len(names) and set(tokenizer.get_vocab()) <= names:
         raise CheckpointError(f"{directory} contains no vocabulary of a tokenizer: download its tokenizer.json")
@@ -195,7 +195,7 @@ def _check_added_ids(ids: Iterable[object], directory: Path) -> None:
 
 
 def _tokenizer_loader(directory: Path, settings: dict[str, Any]) -> Callable[..., Any]:
-    """Return the transformers function that opens a tokenizer. AutoTokenizer is avoided if possible: it imports torch for seconds.
+    """Return the transformers function that opens a tokenizer: AutoTokenizer only if necessary, because importing torch takes seconds.
 
     AutoTokenizer gets only what determines its class: it would validate the whole config.json, including values that are not used here.
     """

@@ -20,8 +20,8 @@ from paceline.errors import CheckpointError, convert_library_errors, is_unicode,
 from paceline.tokenizer.backend import ConvertedTokenizer
 from paceline.tokenizer.byte_level import DEFAULT_SPLIT, SPLIT_RULES, bos_eos_processor, byte_level_backend, derive_merges, merge_work_error
 
-MAX_TOKENS = 1 << 20
-_ADVICE = "use the model's safetensors directory, which contains tokenizer.json, or a newer conversion of it"
+MAX_VOCAB_SIZE = 1 << 20
+_OTHER_FILE_ADVICE = "use the model's safetensors directory, which contains tokenizer.json, or a newer conversion of it"
 # Texts of tokens that end an answer, because some GGUF files do not list these tokens as EOS, EOT or EOM.
 _END_TOKENS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TOKENS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
@@ -58,11 +58,11 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> Converte
         raise fields.error("model", kind, f"a kind that is not supported; supported are {', '.join(map(repr, _BUILDER_BY_MODEL))}")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", allow_duplicates=kind == "gemma4")
     build = _BUILDER_BY_MODEL[kind]
-    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_ADVICE}", CheckpointError):
+    with convert_library_errors(f"{source}: its tokenizer cannot be built; {_OTHER_FILE_ADVICE}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _bos_eos_processor(fields, vocabulary, add_bos=add_bos)
-    return ConvertedTokenizer(backend, vocabulary.named_tokens(), _chat_templates(fields), vocabulary.end_token_ids(), notice)
+    return ConvertedTokenizer(backend, vocabulary.token_by_role(), _chat_templates(fields), vocabulary.end_token_ids(), notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class _MetadataFields:
         return name if "." in name else f"tokenizer.ggml.{name}"
 
     def error(self, name: str, value: object, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_ADVICE}")
+        return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_OTHER_FILE_ADVICE}")
 
     def missing_error(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it contains no readable tokenizer; {_ADVICE}")
+        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it contains no readable tokenizer; {_OTHER_FILE_ADVICE}")
 
     def get(self, name: str) -> Any:
         return self.values.get(self.full_key(name))
@@ -187,8 +187,8 @@ class _Vocabulary:
             tokens = [token if last[token] == index else f"{token}{DUPLICATE_SUFFIX}" for index, token in enumerate(tokens)]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
-        if len(tokens) > MAX_TOKENS:
-            raise fields.error("tokens", tokens, f"{len(tokens)} tokens; at most {MAX_TOKENS} are possible")
+        if len(tokens) > MAX_VOCAB_SIZE:
+            raise fields.error("tokens", tokens, f"{len(tokens)} tokens; at most {MAX_VOCAB_SIZE} are possible")
         types = cls._types(fields, len(tokens))
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
         roles = {}
@@ -216,10 +216,10 @@ class _Vocabulary:
         token_types: list[int] = types.tolist()
         return token_types
 
-    def ids(self) -> dict[str, int]:
+    def ids_by_piece(self) -> dict[str, int]:
         return {token: token_id for token_id, token in enumerate(self.tokens)}
 
-    def named_tokens(self) -> dict[str, str]:
+    def token_by_role(self) -> dict[str, str]:
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         return {name: self.tokens[self.roles[role]] for name, role in names.items() if role in self.roles}
 
@@ -240,7 +240,7 @@ def _build_byte_level(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple
     notice = None
     if not name:
         notice = f"{fields.source} does not specify how its tokenizer splits text: an older conversion, so prompts may be tokenized wrongly"
-    ids = vocabulary.ids()
+    ids = vocabulary.ids_by_piece()
     backend = byte_level_backend(ids, _stored_merges(fields, ids), split)
     return backend, split.add_bos, notice
 
@@ -257,7 +257,7 @@ def _stored_merges(fields: _MetadataFields, ids: Mapping[str, int]) -> list[tupl
 
 def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build SentencePiece BPE with stored merges. Text is split at runs of newlines before it is encoded."""
-    ids, unknown = vocabulary.ids(), vocabulary.named_tokens().get("unk_token")
+    ids, unknown = vocabulary.ids_by_piece(), vocabulary.token_by_role().get("unk_token")
     merges = _stored_merges(fields, ids)
     backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -270,8 +270,8 @@ def _build_gemma4(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Bac
 def _build_sentencepiece(fields: _MetadataFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
     """Build SentencePiece BPE, whose merges are derived from scores."""
     merges = _merges_by_score(fields, vocabulary)
-    unknown = vocabulary.named_tokens().get("unk_token")
-    backend = Backend(models.BPE(vocabulary.ids(), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    unknown = vocabulary.token_by_role().get("unk_token")
+    backend = Backend(models.BPE(vocabulary.ids_by_piece(), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = fields.flag("add_space_prefix", default=True)
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])

@@ -29,7 +29,7 @@ class GenerationBlock(Extension):
 
 
 class PublicNamespace(Namespace):
-    """Jinja's `namespace` that rejects names with a leading underscore, because templates could escape from the sandbox with them."""
+    """A version of Jinja's `namespace` that rejects names with a leading underscore, with which templates could escape the sandbox."""
 
     def __init__(*arguments: Any, **values: Any) -> None:  # no parameter `self`: a template may use that name
         namespace, *positional = arguments
@@ -44,7 +44,7 @@ class PublicNamespace(Namespace):
 
 
 class RestrictedDict:
-    """Jinja's `dict(...)`, but without the other attributes of the type `dict`."""
+    """Jinja's `dict(...)`. It can be called and has `fromkeys`, but no other method of the type `dict`."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         return dict(*arguments, **values)
@@ -85,10 +85,10 @@ def strftime_now(layout: str) -> str:
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
     """Replace Jinja's filter `tojson`, which would escape HTML. Positional arguments are in the order of transformers' `tojson`."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(value, **{"ensure_ascii": False, "default": _generator_list, **dict(zip(names, arguments, strict=False)), **options})
+    return json.dumps(value, **{"ensure_ascii": False, "default": _to_list, **dict(zip(names, arguments, strict=False)), **options})
 
 
-def _generator_list(value: object) -> object:
+def _to_list(value: object) -> object:
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -103,9 +103,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary are skipped.
 
-        In a run of byte pieces such as <0xE4>, each byte that is not part of a valid character becomes a replacement character.
+        Of adjacent byte pieces such as <0xE4>, each byte that is not part of a valid character becomes a replacement character.
 
-        Source: SentencePiece's decoder. The tokenizers library would replace the whole run if one byte is invalid. This would change
+        Source: SentencePiece's decoder. The tokenizers library would replace all of them if one byte is invalid. This would change
             text that was already streamed.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -265,29 +265,29 @@ def _is_rendered(template: ChatTemplate, texts: Sequence[str], messages: Sequenc
 
 def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
     """Replace each byte piece that is not part of a valid character by a replacement character."""
-    valid: list[str] = []
-    run = bytearray()
+    valid_pieces: list[str] = []
+    pending_bytes = bytearray()
     for piece in (*pieces, ""):
         if _BYTE_PIECE.fullmatch(piece):
-            run.append(_byte_of_piece(piece))
+            pending_bytes.append(_byte_of_piece(piece))
             continue
-        for character in run.decode("utf-8", "surrogateescape"):  # "surrogateescape" decodes an invalid byte as a surrogate
+        for character in pending_bytes.decode("utf-8", "surrogateescape"):  # "surrogateescape" decodes an invalid byte as a surrogate
             is_invalid = "\udc80" <= character <= "\udcff"
-            valid += [_REPLACEMENT_CHAR] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
-        run.clear()
-        valid.append(piece)
-    return valid[:-1]
+            valid_pieces += [_REPLACEMENT_CHAR] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
+        pending_bytes.clear()
+        valid_pieces.append(piece)
+    return valid_pieces[:-1]
 
 
 def _num_incomplete_bytes(pieces: Sequence[str]) -> int:
     """Return how many bytes at the end, at most three, are the beginning of a character that the next pieces may complete."""
-    run = bytearray()
+    last_bytes = bytearray()
     for piece in reversed(pieces[-3:]):
         if not _BYTE_PIECE.fullmatch(piece):
             break
-        run.insert(0, _byte_of_piece(piece))
-    _, num_decoded = utf_8_decode(run, "replace", False)  # False = do not decode an incomplete character at the end
-    return len(run) - num_decoded
+        last_bytes.insert(0, _byte_of_piece(piece))
+    _, num_decoded = utf_8_decode(last_bytes, "replace", False)  # False = do not decode an incomplete character at the end
+    return len(last_bytes) - num_decoded
 
 
 def _byte_of_piece(piece: str) -> int:
@@ -381,7 +381,7 @@ class IncrementalDetokenizer:
         self._num_returned = len(self._decode(self._window))
 
     def _shorten_window(self, text: str) -> None:
-        """Shorten the window during a long run of invalid bytes. An incomplete character is within the last four tokens."""
+        """Shorten the window during a long series of invalid bytes. An incomplete character is within the last four tokens."""
         num_pending = len(text) - self._num_returned
         del self._window[:-4]
         self._read_from = 0

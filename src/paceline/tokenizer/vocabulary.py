@@ -16,9 +16,9 @@ IdMap = NDArray[np.int64]
 MIN_SAMPLE_COVERAGE = 0.8
 """Ids are mapped if the draft model has at least this share of the target's tokens of a sample text. Else drafts are decoded to text and
 encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
-MIN_SHARED_PIECES = 0.5  # used instead of `MIN_SAMPLE_COVERAGE` if the target cannot encode the sample text: minimum share of all pieces
+MIN_SHARED_PIECE_SHARE = 0.5  # minimum of `shared_piece_share` for mapping ids, if `sample_coverage` is None
 MIN_SPELLABLE_SHARE = 0.5  # draft models that can spell a smaller share of the target's pieces are rejected
-_MAX_PIECES_TO_SPELL = 4096
+_MAX_TESTED_PIECES = 4096
 
 SAMPLE_TEXT = """\
 The miller's daughter had walked for seven days before she reached the town. "Is there anyone here," she asked, "who could \
@@ -41,7 +41,7 @@ class VocabularyMatch(Enum):
     """How much two vocabularies have in common. This decides how draft tokens are converted to the target's ids."""
 
     SAME = "same"  # every id has the same piece in both, so ids need no conversion
-    PADDED = "padded"  # as SAME, but one vocabulary has additional ids, which are never drafted
+    PADDED = "padded"  # like SAME, but one vocabulary has additional ids, which are never drafted
     OVERLAPPING = "overlapping"  # most text consists of pieces that both have, but with different ids: ids are mapped
     DISJOINT = "disjoint"  # few pieces are in both: drafts are decoded to text and encoded again
 
@@ -77,7 +77,7 @@ class VocabularyComparison:
         return self.match is VocabularyMatch.DISJOINT and self.spellable_share < MIN_SPELLABLE_SHARE
 
     def describe_match(self) -> str:
-        """Return a clause for the user about how many ids have the same piece in both vocabularies."""
+        """Return a phrase for the user: how many ids have the same piece in both vocabularies."""
         text = f"{self.match.value} vocabularies: {self.same_id_share:.1%} of the target's ids mean the same to the drafter"
         if self.first_difference is not None:
             token_id, target, draft = self.first_difference
@@ -85,7 +85,7 @@ class VocabularyComparison:
         return text
 
     def describe_token_conversion(self) -> str:
-        """Return a clause for the user about how draft tokens are converted, and for which share of the target's pieces."""
+        """Return a phrase for the user: how draft tokens are converted, and what share of the target's pieces can be converted."""
         covered = f"{self.shared_piece_share:.1%} of the target's pieces"
         if self.sample_coverage is not None:
             covered += f", {self.sample_coverage:.1%} of a sample text"
@@ -129,12 +129,12 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     same_id_share = sum(one == other for _, one, other in both) / num_used
     is_padded = first is None and bool(both)
     if is_padded and same_id_share == 1.0:
-        match = VocabularyMatch.SAME if _last_used_id(target) == _last_used_id(draft) else VocabularyMatch.PADDED
+        match = VocabularyMatch.SAME if _highest_id_with_piece(target) == _highest_id_with_piece(draft) else VocabularyMatch.PADDED
         return VocabularyComparison(match, same_id_share, same_id_share, None)
-    mapped = match_ids(target, draft)
-    shared_piece_share = int((mapped >= 0).sum()) / num_used
-    sample_coverage = _sample_coverage(target, mapped, sample_ids)
-    enough = shared_piece_share >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
+    id_map = match_ids(target, draft)
+    shared_piece_share = int((id_map >= 0).sum()) / num_used
+    sample_coverage = _sample_coverage(target, id_map, sample_ids)
+    enough = shared_piece_share >= MIN_SHARED_PIECE_SHARE if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
     partial_match = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
     match = partial_match if enough else VocabularyMatch.DISJOINT
     return VocabularyComparison(match, same_id_share, shared_piece_share, first, sample_coverage, _spellable_share(target, draft))
@@ -188,12 +188,12 @@ class Speller:
         return ids
 
 
-def _sample_coverage(target: Sequence[str], mapped: IdMap, sample_ids: Sequence[int]) -> float | None:
+def _sample_coverage(target: Sequence[str], id_map: IdMap, sample_ids: Sequence[int]) -> float | None:
     decode = _piece_decoder(target)
     text = b"".join(decode(target[token_id]) for token_id in sample_ids if token_id < len(target))
     if not sample_ids or text.strip() != SAMPLE_TEXT.encode().strip():
         return None  # the target's vocabulary lacks characters of the sample text
-    return float((mapped[np.asarray(sample_ids)] >= 0).mean())
+    return float((id_map[np.asarray(sample_ids)] >= 0).mean())
 
 
 def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
@@ -201,14 +201,14 @@ def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
         return 1.0
     speller = Speller(draft)
     used_pieces = [piece for piece in pieces if piece]
-    sample = piece_bytes(used_pieces[:: max(1, len(used_pieces) // _MAX_PIECES_TO_SPELL)])  # spelling all pieces would take a second
+    sample = piece_bytes(used_pieces[:: max(1, len(used_pieces) // _MAX_TESTED_PIECES)])  # spelling all pieces would take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 
 def _has_every_byte(pieces: Sequence[str]) -> bool:
     piece_set = set(pieces)
     return all(f"<0x{byte:02X}>" in piece_set for byte in range(256)) or all(
-        chr(code) in piece_set for code in range(256 + len(_BYTE_OF_CODE)) if code in _BYTE_OF_CODE or 0x20 < code < 0x7F
+        chr(code) in piece_set for code in range(256 + len(_BYTE_BY_CODE_POINT)) if code in _BYTE_BY_CODE_POINT or 0x20 < code < 0x7F
     )
 
 
@@ -226,11 +226,11 @@ def _clear_unused_pieces(pieces: Sequence[str]) -> list[str]:
     return ["" if piece == f"[PAD{token_id}]" else piece for token_id, piece in enumerate(pieces)]
 
 
-def _last_used_id(pieces: Sequence[str]) -> int:
+def _highest_id_with_piece(pieces: Sequence[str]) -> int:
     return next((token_id for token_id in range(len(pieces) - 1, -1, -1) if pieces[token_id]), -1)
 
 
-_BYTE_OF_CODE = {ord(character): byte for byte, character in BYTE_CHARACTERS.items() if ord(character) >= 256}
+_BYTE_BY_CODE_POINT = {ord(character): byte for byte, character in BYTE_CHARACTERS.items() if ord(character) >= 256}
 
 
 def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:
@@ -239,7 +239,7 @@ def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:
 
 def _decode_byte_level(piece: str) -> bytes:
     try:
-        return piece.translate(_BYTE_OF_CODE).encode("latin-1")
+        return piece.translate(_BYTE_BY_CODE_POINT).encode("latin-1")
     except UnicodeEncodeError:  # added tokens may contain characters that are not in the byte-level alphabet
         return piece.encode()
 

@@ -113,8 +113,8 @@ def test_waiting_prompt_is_counted_once_in_cache_statistics(open_llm: Open, monk
     stats = llm.engine.cache.prefix_stats
     assert len(refusals) > 1
     assert llm.stats().num_preemptions == 0
-    assert stats.queried_tokens == sum(map(len, prompts))
-    assert stats.hit_tokens == llm.stats().num_cached_tokens == sum(output.usage.num_cached_tokens for output in outputs) > 0
+    assert stats.num_looked_up_tokens == sum(map(len, prompts))
+    assert stats.num_hit_tokens == llm.stats().num_cached_tokens == sum(output.usage.num_cached_tokens for output in outputs) > 0
     assert_clean(llm)
 
 

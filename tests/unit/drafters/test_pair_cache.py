@@ -222,4 +222,4 @@ def test_eagle_cache_rows_match_the_text_after_random_events(first_slot: int, se
                 bench.pairs.release(request)
                 bench.cache.release_sequence(request.cached_sequence)
     assert num_seen > (1000 if large_counts else 80)
-    assert bench.cache.prefix_stats.hit_tokens > 0
+    assert bench.cache.prefix_stats.num_hit_tokens > 0

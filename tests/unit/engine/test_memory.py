@@ -18,7 +18,7 @@ SLIDING = map_attention(FULL, window=64)
 HYBRID = recurrent_config(next(iter(MIXERS.values())), None)
 
 
-LIMITS = PassLimits(max_sequences=2, max_rows=64)
+LIMITS = PassLimits(max_sequences=2, max_pass_rows=64)
 
 
 def plan_of(config, kv_cache_gb, limits=LIMITS):

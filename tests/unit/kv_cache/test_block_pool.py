@@ -207,7 +207,7 @@ def test_block_eviction_takes_the_least_recently_used_first(seed):
         pool.check_consistency([owned])
         assert list(pool._idle) == idle
         assert pool.num_free == 30 - len(owned)
-    assert pool.prefix_stats.evicted_blocks == num_evictions > 50
+    assert pool.prefix_stats.num_evicted_blocks == num_evictions > 50
 
 
 def test_touching_an_owned_or_unknown_block_changes_nothing():

@@ -199,7 +199,7 @@ def _run_events(seed: int, num_schedules: int, num_events: int = 250) -> tuple[i
             checked.check()
         assert checked.cache.pool.num_free == NUM_BLOCKS
         num_adopted += checked.num_adopted
-        num_evicted += checked.cache.prefix_stats.evicted_blocks
+        num_evicted += checked.cache.prefix_stats.num_evicted_blocks
     return num_adopted, num_evicted, num_refused
 
 
@@ -265,7 +265,7 @@ def test_prefix_of_a_released_sequence_is_matched_with_its_salt_only():
     assert checked.start(range(13)).sequence.committed_len == 12
     assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
     checked.check()
-    assert (checked.cache.prefix_stats.queried_tokens, checked.cache.prefix_stats.hit_tokens) == (52, 20)
+    assert (checked.cache.prefix_stats.num_looked_up_tokens, checked.cache.prefix_stats.num_hit_tokens) == (52, 20)
 
 
 def test_released_prefix_is_not_counted_and_can_be_matched_again():
@@ -281,9 +281,9 @@ def test_released_prefix_is_not_counted_and_can_be_matched_again():
         assert checked.cache.pool.num_free == NUM_BLOCKS
         assert checked.cache.prefix_stats == before
     assert checked.cache.match_prefix(again.sequence, range(10)) == 8
-    assert (checked.cache.prefix_stats.queried_tokens, checked.cache.prefix_stats.hit_tokens) == (
-        before.queried_tokens + 10,
-        before.hit_tokens + 8,
+    assert (checked.cache.prefix_stats.num_looked_up_tokens, checked.cache.prefix_stats.num_hit_tokens) == (
+        before.num_looked_up_tokens + 10,
+        before.num_hit_tokens + 8,
     )
     checked.release(again)
 
@@ -307,7 +307,7 @@ def test_prefix_caching_off_registers_and_matches_nothing():
     cache.register_prefix(sequence, range(12))
     assert len(cache.pool._hash_of) == 0
     assert cache.match_prefix(cache.new_sequence(), range(12)) == 0
-    assert cache.prefix_stats.queried_tokens == 0
+    assert cache.prefix_stats.num_looked_up_tokens == 0
 
 
 def test_register_prefix_reads_committed_tokens_of_new_full_blocks_only():
@@ -397,9 +397,9 @@ def test_uncached_free_blocks_are_allocated_first():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)
-    assert checked.cache.prefix_stats.evicted_blocks == 0
+    assert checked.cache.prefix_stats.num_evicted_blocks == 0
     blocks += checked.cache.pool.allocate(1)
-    assert checked.cache.prefix_stats.evicted_blocks == 1
+    assert checked.cache.prefix_stats.num_evicted_blocks == 1
     with pytest.raises(CapacityError, match="3 blocks needed, 2 of 7 free"):
         checked.cache.pool.allocate(3)
     assert len(checked.cache.pool._hash_of) == 2

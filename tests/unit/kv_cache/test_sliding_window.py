@@ -99,7 +99,7 @@ class Bench:
     def has_room(self, num_rows: int) -> bool:
         """Whether this many rows fit in addition to those that run."""
         plans = [text.sequence.row_plan for text in self.texts]
-        return num_rows + sum(len(plan.parents) for plan in plans if plan is not None) <= self.limits.max_rows
+        return num_rows + sum(len(plan.parents) for plan in plans if plan is not None) <= self.limits.max_pass_rows
 
     def release(self, text: Text) -> None:
         self.cache.release_sequence(text.sequence)
@@ -284,6 +284,6 @@ def test_windowed_cache_reserve_without_free_blocks_changes_nothing() -> None:
 
 
 def test_num_window_blocks_is_bounded_by_the_limits() -> None:
-    limits = PassLimits(max_sequences=2, max_rows=16)
+    limits = PassLimits(max_sequences=2, max_pass_rows=16)
     assert num_window_blocks(9, 1000, limits, SIZE) == 2 * (3 + 2 + 1) + 4
     assert num_window_blocks(9, 10, limits, SIZE) == num_window_blocks(9, 10, None, SIZE) == 10

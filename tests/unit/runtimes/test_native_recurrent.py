@@ -12,7 +12,7 @@ from harness.layer_caches import check_states
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
 from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
+from paceline.kv_cache.recurrent_state import MIN_PREFILL_ROWS_WITHOUT_RECORDS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig
 from paceline.models.layers import GatedDeltaConfig, GatedNorm, Mamba2Config, Recurrent, ShortConvConfig
@@ -184,7 +184,7 @@ def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, 
             running = [index for index in range(3) if random.random() < 0.7] or [0]
             trees, tokens, knowns = [], [], []
             for _ in running:
-                knowns.append(int(random.choice([1, 1, 1, 2, MIN_UNRECORDED_ROWS, 40])))
+                knowns.append(int(random.choice([1, 1, 1, 2, MIN_PREFILL_ROWS_WITHOUT_RECORDS, 40])))
                 trees.append(random_tree(random, knowns[-1], int(random.choice([0, 0, 3, 9]))))
                 tokens.append(random.integers(0, config.vocab_size, len(trees[-1])).tolist())
             plans = [cache.reserve_rows(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
@@ -245,7 +245,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
         if kind == "cut":
             text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
             continue
-        known = int(random.choice([1, 1, 3, MIN_UNRECORDED_ROWS, 33]))
+        known = int(random.choice([1, 1, 3, MIN_PREFILL_ROWS_WITHOUT_RECORDS, 33]))
         tree = random_tree(random, known, int(random.choice([0, 2, 6])))
         ids = random.integers(0, vocab_size, len(tree)).tolist()
         plan = cache.reserve_rows(sequence, tree, known)
@@ -373,7 +373,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
     cache.register_prefix(sequence, token_ids[: length + count])
 
 
-@pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
+@pytest.mark.parametrize("num_known", [1, MIN_PREFILL_ROWS_WITHOUT_RECORDS])
 def test_interrupt_in_the_recurrent_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
     """The request ends, as in the engine; a request that reuses its cache gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)

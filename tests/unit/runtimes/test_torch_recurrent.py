@@ -8,7 +8,7 @@ from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
 from paceline.errors import CapacityError
 from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
+from paceline.kv_cache.recurrent_state import MIN_PREFILL_ROWS_WITHOUT_RECORDS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
@@ -67,7 +67,7 @@ def test_torch_recurrent_rows_after_random_events_equal_one_pass(seed: int, offs
         elif kind == "cut":
             text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
         else:
-            known = int(random.choice([1, 3, MIN_UNRECORDED_ROWS, 33]))
+            known = int(random.choice([1, 3, MIN_PREFILL_ROWS_WITHOUT_RECORDS, 33]))
             tree = random_tree(random, known, int(random.choice([0, 2, 6])))
             text += check_a_pass(random, network, alone, cache, sequence, text, tree, known, str(kind))
     memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))

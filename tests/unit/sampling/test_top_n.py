@@ -29,22 +29,22 @@ def test_draw_from_a_whole_support_equals_the_draw_from_the_row(params: Sampling
         shares = np.exp(scores - scores.max())
         support = support_of(params, (shares[order] / shares.sum()).tolist())
         likely = int((whole.log_probs() > -np.inf).sum())
-        assert support.count <= likely
-        if not support.is_all:
+        assert support.num_kept <= likely
+        if not support.includes_all_kept:
             continue
         num_known += 1
-        assert support.count == likely
-        top = order[: support.count].tolist()
+        assert support.num_kept == likely
+        top = order[: support.num_kept].tolist()
         assert draw(Distribution(scores[top], np.array(top), greedy=False), 5, 0, number) == draw(whole, 5, 0, number)
     assert num_known > 10
 
 
 def test_candidate_support_of_a_flat_row_is_incomplete() -> None:
     flat = [1.0 / 200] * SUPPORT_TOP_N
-    assert not support_of(SamplingParams(temperature=1.0, top_p=0.9), flat).is_all
-    assert not support_of(SamplingParams(temperature=1.0, top_k=40), flat).is_all
-    assert support_of(SamplingParams(temperature=1.0, top_k=SUPPORT_TOP_N), flat).is_all
-    assert support_of(SamplingParams(temperature=1.0, top_k=2), flat).count == 2
+    assert not support_of(SamplingParams(temperature=1.0, top_p=0.9), flat).includes_all_kept
+    assert not support_of(SamplingParams(temperature=1.0, top_k=40), flat).includes_all_kept
+    assert support_of(SamplingParams(temperature=1.0, top_k=SUPPORT_TOP_N), flat).includes_all_kept
+    assert support_of(SamplingParams(temperature=1.0, top_k=2), flat).num_kept == 2
 
 
 @pytest.mark.parametrize("size", [3, 100, 8192, 8200, 20_011])

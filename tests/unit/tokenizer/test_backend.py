@@ -21,7 +21,7 @@ from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
 from paceline.tokenizer.backend import MAX_UNUSED_IDS, TokenizerBackend, check_token_ids
 from paceline.tokenizer.files import MAX_ADDED_ID
-from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
+from paceline.tokenizer.gguf import MAX_VOCAB_SIZE, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import compare_vocabularies
 
@@ -266,8 +266,8 @@ def test_chat_template_that_is_not_text_fails_only_chat_requests(tmp_path: Path)
 
 
 def test_oversized_gguf_vocabulary_is_refused() -> None:
-    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["x"] * (MAX_TOKENS + 1)}
-    with pytest.raises(CheckpointError, match=f"at most {MAX_TOKENS} are possible"):
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["x"] * (MAX_VOCAB_SIZE + 1)}
+    with pytest.raises(CheckpointError, match=f"at most {MAX_VOCAB_SIZE} are possible"):
         read_gguf_tokenizer(metadata, "x.gguf")
     long = [f"{index:01000d}" for index in range(300)]
     many = {**metadata, "tokenizer.ggml.tokens": long, "tokenizer.ggml.scores": [0.0] * len(long)}
@@ -307,7 +307,7 @@ def test_decoding_many_ids_without_the_gil_equals_decoding_few(
     tokenizer = opened(tmp_path, write=write)
     ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]
     texts = [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)]
-    monkeypatch.setattr(backend, "_MAX_IDS_WITH_GIL", 3)
+    monkeypatch.setattr(backend, "_MAX_IDS_DECODED_WITH_GIL", 3)
     assert [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)] == texts
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose only tokenizer file has ranks: Mistral's tekken.json, or a file of tiktoken."""
+"""Checkpoints whose only tokenizer file has ranks: Mistral's tekken.json, or a tiktoken file."""
 
 import base64
 import json

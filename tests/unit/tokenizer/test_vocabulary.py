@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import (
-    MIN_SHARED_PIECES,
+    MIN_SHARED_PIECE_SHARE,
     SAMPLE_TEXT,
     Speller,
     VocabularyMatch,
@@ -147,7 +147,7 @@ def test_vocabulary_overlap_counts_the_pieces_of_sample_texts() -> None:
     sample_ids = [common.index(character) for character in in_bytes_manner(SAMPLE_TEXT)]
     found = compare_pieces([*common, *rare], list(reversed(common)), sample_ids=sample_ids)
     assert (found.match, found.sample_coverage) == (VocabularyMatch.OVERLAPPING, 1.0)
-    assert found.shared_piece_share < MIN_SHARED_PIECES
+    assert found.shared_piece_share < MIN_SHARED_PIECE_SHARE
     assert compare_pieces([*common, *rare], list(reversed(common))).match is VocabularyMatch.DISJOINT
 
 

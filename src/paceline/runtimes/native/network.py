@@ -15,7 +15,7 @@ from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
-from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
+from paceline.kv_cache.recurrent_state import CHECKPOINT_DEFAULTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.adapters.network_adapter import to_network_adapter
@@ -111,7 +111,7 @@ class NativeNetwork(Network):
     def allocate_kv(self, num_blocks: int) -> list[PagedCache]:
         return self._allocate_kv(num_blocks, by_window=False)
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = CHECKPOINT_DEFAULTS) -> KVCache:
         states = None
         if self.config.recurrent_layers:
             layout = StateLayout.for_layers(self.config.recurrent_layers)

@@ -49,9 +49,9 @@ class CompiledBatchPathSampler:
         options = SampleOptions(top_p=top_p, min_p=min_p, temperature=temperature, top_k=top_k, columns=self.vocab_size)
         return CompiledPathSampler(self, options)
 
-    def sample(self, requests: Sequence[PathRequest], view: LogitsView) -> list[SampledPath | None]:
+    def sample(self, requests: Sequence[PathRequest], logits_view: LogitsView) -> list[SampledPath | None]:
         """See `BatchPathSampler.sample`. Returns None for every request if the kernels cannot read the layout of the logits."""
-        logits, block_max = view
+        logits, block_max = logits_view
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
         logits_address, row_bytes = _address_of(logits), logits.strides[0]

@@ -37,19 +37,19 @@ class PassStateRecords:
             update = recurrent.plan_update(item.sequence_id)
             if len(update.row_records) != item.num_rows:  # else the kernels would read beyond the array
                 raise RuntimeError(f"a range has {item.num_rows} rows, {len(update.row_records)} are reserved: reserve all rows")
-            save_counts = tuple(end for end, _ in update.saved_states)
+            save_counts = tuple(end for end, _ in update.states_to_save)
             schedule = plan_state_schedule(len(update.pending_records), update.num_applied_rows, item.parents(), save_counts)
             num_temporary_states = max(num_temporary_states, schedule.num_temporary_states)
             records = np.array([*update.pending_records, *update.row_records], np.int32)
-            saves = np.array([(state.ctypes.data, count) for count, state in update.saved_states], np.int64)  # `records.StateSave`
+            saves = np.array([(state.ctypes.data, count) for count, state in update.states_to_save], np.int64)  # `records.StateSave`
             arrays += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE_FORMAT.pack_into(
                 ranges.data, index * _RANGE_FORMAT.size,
                 0 if update.state is None else address_of(update.state), 0 if update.records is None else address_of(update.records),
                 numbers_at, numbers_at + 4 * len(update.pending_records), *schedule.addresses, address_of(saves),
-                address_of(update.has_run),
-                recurrent.record_size, len(update.pending_records), update.num_applied_rows, len(schedule.steps), len(update.saved_states),
+                address_of(update.has_run), recurrent.record_size,
+                len(update.pending_records), update.num_applied_rows, len(schedule.steps), len(update.states_to_save),
             )  # fmt: skip
         self._arrays, self.num_temporary_states = arrays, num_temporary_states
         return address_of(ranges)

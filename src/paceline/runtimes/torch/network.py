@@ -14,7 +14,7 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
-from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
+from paceline.kv_cache.recurrent_state import CHECKPOINT_DEFAULTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network_adapter
@@ -104,7 +104,7 @@ class TorchNetwork(Network):
             ) from error
         return caches, self.kv_arrays_of_layers(groups, caches)
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = CHECKPOINT_DEFAULTS) -> KVCache:
         layer_caches: list[LayerCache] = [*self.allocate_kv(num_blocks)]
         layout, device = self._layout, self._shared.weights.device
 

@@ -99,8 +99,8 @@ def _run_rows(recurrence: "_Convolution | _Matrices", committed: torch.Tensor, r
 
 
 def _save_states(recurrence: "_Convolution | _Matrices", state: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Copy the state, which is that after `count` rows, to each of `update.saved_states` that belongs to `count` rows."""
-    for end, stored in update.saved_states:
+    """Copy the state, which is that after `count` rows, to each of `update.states_to_save` that belongs to `count` rows."""
+    for end, stored in update.states_to_save:
         if end == count:
             recurrence.store_state(state, stored)
 

@@ -14,13 +14,13 @@ from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
 
 MAX_MEMORY_BYTES = 1 << 30
 """Maximum address space of the child process."""
-GRAMMAR_BUSY = "grammar_busy"
+GRAMMAR_BUSY_CODE = "grammar_busy"
 """Error code if a grammar waited too long, because grammars of other requests were being compiled."""
-_GRAMMAR_TOO_COSTLY = "grammar_too_costly"
+_GRAMMAR_TOO_COSTLY_CODE = "grammar_too_costly"
 
 _COMPILE_FUNCTION = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
 _MAX_WAIT_TIMEOUTS = 12  # maximum wait for other compilations, in multiples of the time limit of one
-_MAX_PASSED_GRAMMARS = 1024
+_MAX_REMEMBERED_GRAMMARS = 1024
 
 
 def compile_for_bytes(text: str) -> None:
@@ -48,7 +48,7 @@ class CompileSandbox:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = Lock()
-        self._passed_hashes: OrderedDict[bytes, None] = OrderedDict()  # hashes of the grammars that compiled
+        self._compiled_hashes: OrderedDict[bytes, None] = OrderedDict()  # hashes of grammars that compiled within the limits
         self.isolated = IsolatedFunction(_COMPILE_FUNCTION, Limits(timeout_s, MAX_MEMORY_BYTES))
 
     def check_grammar(self, text: str) -> None:
@@ -63,14 +63,14 @@ class CompileSandbox:
         """
         if not self._lock.acquire(timeout=_MAX_WAIT_TIMEOUTS * self._timeout_s):
             text = "grammar: other grammars take too long to compile: retry later"
-            raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY)
+            raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY_CODE)
         try:
             key = sha256(text.encode()).digest()
-            if key not in self._passed_hashes:  # another thread may have checked the same grammar meanwhile
+            if key not in self._compiled_hashes:  # another thread may have checked the same grammar meanwhile
                 self._compile(text)
-                self._passed_hashes[key] = None
-                if len(self._passed_hashes) > _MAX_PASSED_GRAMMARS:
-                    self._passed_hashes.popitem(last=False)
+                self._compiled_hashes[key] = None
+                if len(self._compiled_hashes) > _MAX_REMEMBERED_GRAMMARS:
+                    self._compiled_hashes.popitem(last=False)
         finally:
             self._lock.release()
 
@@ -85,10 +85,11 @@ class CompileSandbox:
             if error.failure is Failure.NOT_STARTED:
                 raise BackendUnavailableError(f"grammars are compiled in a separate process first, which cannot start ({error})") from error
             if error.failure is Failure.CLOSED:
-                raise RequestError("grammar: not compiled, the engine is shutting down", parameter="grammar", code=GRAMMAR_BUSY) from error
+                text = "grammar: not compiled, the engine is shutting down"
+                raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY_CODE) from error
             reason = f"compiling it failed: {error}"
             if error.failure is Failure.TIME:
                 reason = f"it takes longer than {self._timeout_s:g} s to compile"
             elif error.failure is Failure.MEMORY:
                 reason = f"it takes more than {MAX_MEMORY_BYTES >> 20} MB to compile"
-            raise RequestError(f"grammar: {reason}: send a simpler one", parameter="grammar", code=_GRAMMAR_TOO_COSTLY) from error
+            raise RequestError(f"grammar: {reason}: send a simpler one", parameter="grammar", code=_GRAMMAR_TOO_COSTLY_CODE) from error

@@ -14,7 +14,7 @@ from paceline.sampling.grammars.json_schema import enforceable_schema
 from paceline.sampling.grammars.unique_items import ITEM_END_BYTES, STRING_END_BYTES, UniqueItemsState, unique_items_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
-ONE_LINE_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # llguidance's options for JSON on one line
 _ADDED_END_TOKEN = "<|end of grammar|>"
 _MAX_FAILURE_REASON_CHARS = 400
 
@@ -91,7 +91,7 @@ class CompiledGrammar:
             raise _grammar_error(f"grammar: {failure_reason(self._initial_matcher)}")
         self._unique_items = unique_items_schema(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
         if self._unique_items is not None:
-            for ending_bytes in (STRING_END_BYTES, ITEM_END_BYTES):  # filled now, because it takes longer than a decoding step
+            for ending_bytes in (STRING_END_BYTES, ITEM_END_BYTES):  # cached now, because computing it takes longer than a decoding step
                 vocabulary.tokens_containing(ending_bytes)
 
     def new_matcher(self) -> Any:
@@ -117,12 +117,12 @@ class CompiledGrammar:
 
 def failure_reason(matcher: Any) -> str:
     """Return why an llguidance matcher failed, on one line."""
-    text: str = matcher.get_error()
-    if text.startswith("NoExtension"):
+    error_text: str = matcher.get_error()
+    if error_text.startswith("NoExtension"):
         return "no text matches it"
-    if text.startswith("oneOf constraints are not supported"):
+    if error_text.startswith("oneOf constraints are not supported"):
         return "`oneOf` cannot be enforced where several cases may match: use `anyOf`, or give each case a property with its own `const`"
-    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_FAILURE_REASON_CHARS]
+    return " ".join(error_text.replace("<non-verbose/>", "").split())[:_MAX_FAILURE_REASON_CHARS]
 
 
 def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
@@ -140,7 +140,7 @@ def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
         elif grammar.kind is GrammarKind.CHOICE:  # string literals of Lark have the syntax of JSON
             text = convert.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
         else:
-            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=ONE_LINE_JSON)
+            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=JSON_WHITESPACE)
     except ValueError as error:
         raise _grammar_error(f"grammar: {error}") from error
     return str(text)

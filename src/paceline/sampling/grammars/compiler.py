@@ -11,7 +11,7 @@ from paceline.sampling.grammars.matcher import GrammarMatcher, ReasoningSection
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _MAX_CACHED_GRAMMARS = 64
-_MAX_PROMPT_TAIL_TOKENS = 64  # at the end of the prompt, where `reasoning_end` is searched for
+_MAX_PROMPT_TAIL_TOKENS = 64  # last prompt tokens that are searched for `reasoning_end`
 
 
 class GrammarCompiler:
@@ -28,13 +28,7 @@ class GrammarCompiler:
 
     sandbox: CompileSandbox | None = None
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        eos_token_ids: Sequence[int] = (),
-        *,
-        limits: dict[str, int] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int] = (), *, limits: dict[str, int] | None = None) -> None:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._limits = limits or {}
         self._vocabulary: GrammarVocabulary | None = None

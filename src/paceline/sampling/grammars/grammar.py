@@ -80,7 +80,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, *, reasoning_end: str | None = None) -> "Grammar":
-        """Return a grammar of the texts that a regular expression matches as a whole (Rust's regex crate, without look-around)."""
+        """Return a grammar of the texts that a regular expression of Rust's regex crate, which has no look-around, matches in full."""
         return cls(GrammarKind.REGEX, pattern, reasoning_end)
 
     @classmethod
@@ -124,16 +124,16 @@ def _check_text(name: str, text: object, max_chars: int) -> None:
 
 
 def _schema_text(schema: Mapping[str, Any] | str, *, any_whitespace: bool) -> str:
-    keywords: object = schema
-    if isinstance(keywords, str):
+    schema_object: object = schema
+    if isinstance(schema_object, str):
         if not any_whitespace:
-            return keywords
-        keywords = _parse_schema(keywords)
-    if not isinstance(keywords, Mapping):
+            return schema_object
+        schema_object = _parse_schema(schema_object)
+    if not isinstance(schema_object, Mapping):
         _raise_error(f"schema must be a mapping or JSON text, got {schema!r}")
     try:
-        options = {"x-guidance": {**_ANY_WHITESPACE_OPTIONS, **keywords.get("x-guidance", {})}} if any_whitespace else {}
-        return json.dumps({**keywords, **options}, ensure_ascii=False, allow_nan=False)
+        options = {"x-guidance": {**_ANY_WHITESPACE_OPTIONS, **schema_object.get("x-guidance", {})}} if any_whitespace else {}
+        return json.dumps({**schema_object, **options}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"grammar: the schema cannot be written as JSON ({error})", parameter="grammar") from error
 

@@ -111,7 +111,7 @@ def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -
         del node["format"]
 
 
-def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _limit_unique_array_length(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
         literals = document.literals(node.get("items"))
         if literals is not None:  # the number of allowed values limits the number of distinct items
@@ -233,8 +233,8 @@ def _rewrite_one_of(node: Schema, pointer: str, document: SchemaDocument) -> Non
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance enforces `oneOf` of different types itself
-        return
+    if not any(isinstance(case, dict) and "required" in case for case in cases):
+        return  # llguidance itself enforces a `oneOf` of cases with different JSON types, and refuses others
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
         del node["oneOf"]
@@ -247,7 +247,7 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     required = node["required"] if isinstance(node.get("required"), list) else []
     min_count = node.get("minProperties", 0)
     if set(names) <= set(required):
-        # llguidance counts keys in the text, where a key that is not listed may occur twice. In the object it then occurs once.
+        # llguidance counts keys in the text, where a key that is not in `properties` may occur twice. The parsed object has it once.
         if min_count > len(set(required)) + 1:
             raise unenforceable_error("minProperties", pointer)
         return
@@ -277,7 +277,7 @@ def _shrink_bounds(node: Schema, pointer: str, document: SchemaDocument) -> None
 
 _RewriteRule = Callable[[Schema, str, SchemaDocument], None]
 _REWRITE_RULES: tuple[_RewriteRule, ...] = (
-    _shrink_bounds, _rewrite_unevaluated, _drop_unknown_format, _bound_unique_items, _resolve_references, _rewrite_if, _rewrite_not,
+    _shrink_bounds, _rewrite_unevaluated, _drop_unknown_format, _limit_unique_array_length, _resolve_references, _rewrite_if, _rewrite_not,
     _rewrite_dependencies, _drop_contains, _rewrite_property_names, _rewrite_property_counts, _rewrite_one_of,
 )  # fmt: skip
 

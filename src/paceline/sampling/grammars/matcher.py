@@ -1,4 +1,4 @@
-"""Matches an output with a grammar: which tokens may follow the committed output and a path of a draft tree.
+"""Matches an output against a grammar, and determines which tokens may follow the committed output and a path of a draft tree.
 
 There is one llguidance matcher for all paths. To move from one path to another, it rolls tokens back and consumes
 others, which takes about a microsecond a token. End tokens are handled here, because llguidance cannot roll back an end token after a
@@ -27,8 +27,8 @@ class ReasoningSection:
         self._marker, self._bytes_of = marker, bytes_of
         self._tail = b""  # end of the committed text, which may be the beginning of the marker
 
-    def num_tokens(self, path: Sequence[int]) -> int | None:
-        """Return how many tokens of `path` are part of the section; None if the section does not end in `path`."""
+    def num_reasoning_tokens(self, path: Sequence[int]) -> int | None:
+        """Return how many tokens of `path` belong to the reasoning section; None if the section does not end in `path`."""
         tail = self._tail
         for index, token_id in enumerate(path):
             tail = self._append(tail, token_id)
@@ -42,7 +42,7 @@ class ReasoningSection:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # If the marker ends in this token, at most len(marker) - 1 of its bytes are in earlier tokens.
+        """Return the tail of a text to which a token is appended, long enough to contain a marker that ends in this token."""
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
@@ -69,7 +69,7 @@ class GrammarMatcher:
         self._mask_address = self._mask_words.ctypes.data
 
     def is_finished(self, path: Sequence[int] = ()) -> bool:
-        """Return whether output and `path` are complete: with an end token, or for a model without end tokens if no token may follow."""
+        """Return whether output + `path` is complete: it ends with an end token or, if the model has none, no token may follow."""
         grammar_path = self._after_reasoning(path)
         if self._has_ended or grammar_path is None:
             return self._has_ended
@@ -91,7 +91,7 @@ class GrammarMatcher:
             allowed = self._allowed_tokens(len(scores))
             if self._unique_items is not None:
                 self._forbid_duplicates(allowed, grammar_path)
-            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: faster if few ids are allowed
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: this is then faster than the other branch
                 _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf
@@ -143,7 +143,7 @@ class GrammarMatcher:
         """Return the part of `path` that the grammar applies to; None if the reasoning section does not end in `path`."""
         if self._reasoning is None:
             return path
-        start = self._reasoning.num_tokens(path)
+        start = self._reasoning.num_reasoning_tokens(path)
         return None if start is None else path[start:]
 
     def _move_to(self, path: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ class SchemaDocument:
 
     Attributes:
         root: the parsed JSON of the schema.
-        has_embedded_ids: whether a subschema has an `$id`. Because references may be relative to it, no reference is then resolved.
+        has_embedded_ids: whether a subschema has an `$id`. If so, no reference is resolved, because it may be relative to that `$id`.
     """
 
     def __init__(self, root: Schema) -> None:

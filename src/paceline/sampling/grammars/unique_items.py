@@ -38,7 +38,7 @@ class _ParserState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Container:
+class _ArrayOrObject:
     """An unfinished array or object."""
 
     schemas: Schemas  # schemas that may apply to the array or object
@@ -62,15 +62,15 @@ class UniqueItemsSchema:
         self._root = self._same_value_schemas([schema])
         self._children: dict[tuple[tuple[int, ...], str | int], Schemas] = {}
 
-    def open_container(self, parent: _Container | None, *, is_array: bool) -> _Container:
-        """Return a new array or object. It is the current item or property of `parent`, or the whole value if that is None."""
+    def open_array_or_object(self, parent: _ArrayOrObject | None, *, is_array: bool) -> _ArrayOrObject:
+        """Return a new array or object. It is the current item or property of `parent`; if `parent` is None, the whole value."""
         schemas = self._root
         if parent is not None:
             key_or_index = parent.index if parent.is_array else parent.key
             schemas = () if key_or_index is None else self.child_schemas(parent.schemas, key_or_index)
         if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
-            return _Container(schemas, is_array)
-        return _Container(schemas, is_array, items=frozenset(), item_literals=self._item_literals(schemas))
+            return _ArrayOrObject(schemas, is_array)
+        return _ArrayOrObject(schemas, is_array, items=frozenset(), item_literals=self._item_literals(schemas))
 
     def child_schemas(self, schemas: Schemas, key_or_index: str | int) -> Schemas:
         """Return the schemas that may apply to a property (by key) or an item (by index) of a value to which `schemas` apply."""
@@ -109,7 +109,7 @@ class UniqueItemsSchema:
 
 
 def unique_items_schema(schema: Schema) -> UniqueItemsSchema | None:
-    """Prepare a schema for `UniqueItemsState`; return None if it does not use `uniqueItems`."""
+    """Return `schema` in the form that `UniqueItemsState` reads; None if it does not use `uniqueItems`."""
     is_used = any(node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1) for _, node in objects_of(schema))
     return UniqueItemsSchema(schema) if is_used else None
 
@@ -124,7 +124,7 @@ class UniqueItemsState:
     def __init__(self, schema: UniqueItemsSchema) -> None:
         self._schema = schema
         self._text = b""
-        self._open: tuple[_Container, ...] = ()  # innermost last
+        self._open: tuple[_ArrayOrObject, ...] = ()  # innermost last
         self._state = _ParserState.BEFORE_VALUE
         self._string_start = 0
         self._is_key = False
@@ -132,8 +132,8 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """Bytes of which a token must contain one to complete a duplicate item; empty = any token can, None = no token can."""
-        if not any(container.items is not None for container in self._open):
+        """A token can complete a duplicate item only if it contains one of these bytes. Empty = any token can; None = no token can."""
+        if all(unfinished.items is None for unfinished in self._open):
             return None
         if self._open[-1].item_literals:
             return b""
@@ -174,7 +174,7 @@ class UniqueItemsState:
         """Parse a byte outside of strings and scalars."""
         if byte == _COMMA:
             is_array = self._open[-1].is_array
-            self._update_innermost(index=self._open[-1].index + is_array)
+            self._update_innermost_array_or_object(index=self._open[-1].index + is_array)
             self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
         elif byte == _COLON:
             self._state = _ParserState.BEFORE_VALUE
@@ -188,37 +188,37 @@ class UniqueItemsState:
 
     def _begin_value(self, position: int, byte: int) -> None:
         if self._open and self._open[-1].is_array:
-            self._update_innermost(item_start=position)
+            self._update_innermost_array_or_object(item_start=position)
         if byte in (_OPEN_LIST, _OPEN_OBJECT):
             is_array = byte == _OPEN_LIST
-            self._open = (*self._open, self._schema.open_container(self._open[-1] if self._open else None, is_array=is_array))
+            self._open = (*self._open, self._schema.open_array_or_object(self._open[-1] if self._open else None, is_array=is_array))
             self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
         elif byte == _QUOTE:
             self._string_start, self._is_key, self._state = position, False, _ParserState.IN_STRING
         else:
             self._state = _ParserState.IN_SCALAR
 
-    def _end_string(self, end: int) -> None:
+    def _end_string(self, end_position: int) -> None:
         if self._is_key:
-            self._update_innermost(key=str(json.loads(self._text[self._string_start : end])))
+            self._update_innermost_array_or_object(key=str(json.loads(self._text[self._string_start : end_position])))
             self._state = _ParserState.AFTER_VALUE
         else:
-            self._end_value(end)
+            self._end_value(end_position)
 
-    def _end_value(self, end: int) -> None:
+    def _end_value(self, end_position: int) -> None:
         self._state = _ParserState.AFTER_VALUE
         top = self._open[-1] if self._open else None
         if top is None or top.items is None:
             return
-        item = canonical_json(json.loads(self._text[top.item_start : end]))
+        item = canonical_json(json.loads(self._text[top.item_start : end_position]))
         self.has_duplicate |= item in top.items
-        self._update_innermost(items=top.items | {item})
+        self._update_innermost_array_or_object(items=top.items | {item})
 
-    def _update_innermost(self, **changes: Any) -> None:
+    def _update_innermost_array_or_object(self, **changes: Any) -> None:  # `changes`: new values of attributes
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _must_repeat(self) -> bool:
-        """Return whether the unfinished item can only become a repetition: of a listed value, of `true`, `false` or `null`, or of 0."""
+        """Return whether the unfinished item can only repeat an earlier one: a value of an `enum`, `true`, `false`, `null` or 0."""
         top = self._open[-1]
         if not top.items or self._state is _ParserState.AFTER_VALUE:
             return False
