@@ -142,7 +142,7 @@ def test_block_drafts_equal_those_of_the_publishers_classes(
         shift = 0 if head.config.sample_from_anchor else 1
         logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         np.testing.assert_allclose(logits[shift:], given[f"{number}.logits"], atol=TOLERANCE)
-        if head.config.num_candidates:
+        if head.config.num_rescored_tokens:
             selected = np.array(output.results[SELECTOR_VECTORS])[shift:]
             assert select(head, logits[shift:], selected, anchor) == given[f"{number}.tokens"].tolist()
         elif f"{number}.tokens" in given:
@@ -154,7 +154,7 @@ def select(head: BlockHead, logits: NDArray[np.float32], selected: NDArray[np.fl
     """The greedy tokens of a draft, each the best of its row's candidates after the one before."""
     tokens = [anchor]
     for row, own in zip(logits, selected, strict=True):
-        ids = np.sort(np.argsort(-row)[: head.config.num_candidates]).astype(np.int32)
+        ids = np.sort(np.argsort(-row)[: head.config.num_rescored_tokens]).astype(np.int32)
         tokens.append(int(ids[head.rescore_candidates([tokens[-1]], own, ids, row[ids])[0].argmax()]))
     return tokens[1:]
 

@@ -123,7 +123,7 @@ class Text:
         at_anchor = bool(head.config.sample_from_anchor)
         shift = 0 if at_anchor else 1
         logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
-        if head.config.num_candidates:
+        if head.config.num_rescored_tokens:
             return select(head, logits, np.array(output.results[SELECTOR_VECTORS])[shift:], anchor), [], logits
         if not head.markov_rank:
             return logits.argmax(-1).tolist(), [], logits
@@ -151,7 +151,7 @@ def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int
     """Greedy tokens of a drafter with a selector."""
     tokens = [anchor]
     for row, vector in zip(logits, selected, strict=True):
-        best = np.argsort(-row, kind="stable")[: head.config.num_candidates].astype(np.int32)
+        best = np.argsort(-row, kind="stable")[: head.config.num_rescored_tokens].astype(np.int32)
         tokens.append(int(best[head.rescore_candidates(tokens[-1:], vector, best, row[best])[0].argmax()]))
     return tokens[1:]
 

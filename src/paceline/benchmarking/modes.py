@@ -9,7 +9,7 @@ from typing import Any
 from paceline.benchmarking.peers import PEERS, Peer, environment_python, make_environment
 from paceline.benchmarking.plan import BenchPlan
 from paceline.config import EngineConfig
-from paceline.drafters import DRAFT_MODEL, DRAFTER_NAMES, HEAD_NAMES_IN_TARGET, MODEL_FREE_DRAFTERS, PreparedDrafter, prepare_drafter
+from paceline.drafters import DRAFT_MODEL, DRAFTER_NAMES, DRAFTERS_IN_TARGET_FILES, MODEL_FREE_DRAFTERS, PreparedDrafter, prepare_drafter
 from paceline.errors import BackendUnavailableError, CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf
 
@@ -96,7 +96,7 @@ def _prepared(drafter: str, plan: BenchPlan, target: Path) -> PreparedDrafter:
 
 def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[str, tuple[str, ...]]:
     modes: dict[str, tuple[str, ...]] = {name: (name,) for name in MODEL_FREE_DRAFTERS if name != PREDICTION or has_predictions}
-    found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *HEAD_NAMES_IN_TARGET, "auto")}
+    found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *DRAFTERS_IN_TARGET_FILES, "auto")}
     if plan.draft_model is not None:
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
     for name, prepared in found.items():

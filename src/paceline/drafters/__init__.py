@@ -65,10 +65,10 @@ HEAD_OPENERS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
 """Functions that create a drafter from the files of a head, by kind of head."""
 
 DRAFT_MODEL = DraftModelDrafter.name
-HEAD_NAMES_IN_TARGET = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
-"""Drafter names that mean a head stored inside the target's own checkpoint."""
+DRAFTERS_IN_TARGET_FILES = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
+"""Names of drafters whose head can be in the target's own files."""
 
-DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *HEAD_NAMES_IN_TARGET)
+DRAFTER_NAMES = ("auto", "none", *MODEL_FREE_DRAFTERS, DRAFT_MODEL, *DRAFTERS_IN_TARGET_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class PreparedDrafter:
     """A drafter whose name is resolved and whose files are opened, but whose target is not loaded yet."""
 
     name: str
-    path: Path | None = None  # path of its files; None if it needs none
-    head: HeadFiles | None = None  # its opened files if it is a head, None if it is a draft model or needs no files
+    path: Path | None = None  # path of the drafter's files; None if the drafter needs no files
+    head: HeadFiles | None = None  # opened files of a head; None if the drafter is a draft model or needs no files
     is_optional: bool = False  # head found by "auto": if it cannot be opened, suffix lookup drafts alone
     notice: str = ""  # message for the user: why "auto" does not use a drafter that it found; "" = none
 
@@ -102,7 +102,7 @@ class PreparedDrafter:
 class PreparedDrafters:
     """All drafters of an engine, before its target is loaded."""
 
-    drafters: tuple[PreparedDrafter, ...]  # the drafters that the user named, in that order; none for plain decoding
+    drafters: tuple[PreparedDrafter, ...]  # in the order in which the user named them; none for plain decoding
     layer_boundaries: tuple[int, ...]  # target layer boundaries whose hidden states the drafters read, ascending
     drafter_objects: Sequence[Drafter] = ()  # `Drafter` objects that the user passed instead of names
 
@@ -112,11 +112,7 @@ class PreparedDrafters:
         return [drafter.notice for drafter in self.drafters if drafter.notice]
 
     def open(self, target: LoadedTarget) -> list[Drafter]:
-        """Create the drafters for the loaded target; an empty list for plain decoding.
-
-        Raises:
-            IncompatibleDrafterError, CheckpointError: a drafter cannot be created; see `PreparedDrafter.open`.
-        """
+        """Create the drafters for the loaded target; an empty list for plain decoding. Errors as for `PreparedDrafter.open`."""
         if self.drafter_objects:
             return list(self.drafter_objects)
         opened = [drafter for prepared in self.drafters if (drafter := prepared.open(target)) is not None]
@@ -197,25 +193,22 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
 
 def _remove_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
     """Return the drafters once each: the user may also name the drafter that "auto" chooses."""
-    unique: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
+    drafter_by_name_and_path: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
     for name, drafter in zip(names, drafters, strict=True):
-        earlier = unique.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
+        earlier = drafter_by_name_and_path.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
         if earlier[1] is not drafter and (name == earlier[0] or "auto" not in (name, earlier[0])):
             how = f"{name!r} twice" if name == earlier[0] else f"{earlier[0]!r} and {name!r}, which are the same"
             raise IncompatibleDrafterError(f"drafter list {list(names)} holds {how}: name each drafter once")
-    return tuple(drafter for _, drafter in unique.values())
+    return tuple(drafter for _, drafter in drafter_by_name_and_path.values())
 
 
 def prepare_drafter(name: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:
-    """Resolve the name of one drafter and open its files; None for the name "none".
+    """Resolve the name of one drafter and open its files; None for the name "none". Errors as for `prepare_drafters`.
 
     Args:
         name: one of `DRAFTER_NAMES`, or the path or hub id of a draft model or head.
         target: directory or GGUF file of the target.
         token, offline: access token of the hub; whether only downloaded models are used.
-
-    Raises:
-        IncompatibleDrafterError, CheckpointError: see `prepare_drafters`.
     """
     if name == "none":
         return None
@@ -225,7 +218,7 @@ def prepare_drafter(name: str, target: Path, *, token: str | None = None, offlin
         return _find_fetched_drafter(target) or _find_drafter_in_target_files(name, target)
     if name == DRAFT_MODEL:
         return _find_drafter_in_target_files(name, target)
-    kind_inside_target = HeadKind(name) if name in HEAD_NAMES_IN_TARGET else None
+    kind_inside_target = HeadKind(name) if name in DRAFTERS_IN_TARGET_FILES else None
     path = target if kind_inside_target is not None else _resolve_drafter_path(name, token=token, offline=offline)
     head = open_head_files(path, kind_inside_target, inside_target=path.resolve() == target.resolve())
     if head is not None:
@@ -283,7 +276,7 @@ def _find_drafter_in_target_files(name: str, target: Path) -> PreparedDrafter:
 
 
 def _open_packaged_drafter(target: Path) -> PreparedDrafter:
-    """Open the head of the package for a target; suffix lookup if there is none, with a notice if its files are gone or damaged."""
+    """Open the packaged head for a target; suffix lookup if there is none or, with a notice, if its files are missing or damaged."""
     path = find_packaged_drafter(target)
     if path is None:
         return PreparedDrafter(SuffixDrafter.name)
@@ -299,9 +292,10 @@ def _open_packaged_drafter(target: Path) -> PreparedDrafter:
 
 
 def _open_head_in_folder(target: Path, name: str) -> HeadFiles | None:
-    """Open the head in subfolder `name` of the target's directory, a model directory or a single GGUF file; None if there is none.
+    """Open the head in subfolder `name` of the target's directory; None if there is none.
 
-    The directory of a GGUF target may contain other GGUF models. So the head is returned only if its sizes fit the target's.
+    The subfolder is a model directory or contains a single GGUF file. The directory of a GGUF target may contain other GGUF models, so
+    the head is returned only if its sizes fit the target's.
     """
     folder = (target.parent if is_gguf(target) else target) / name
     if (folder / "config.json").is_file():

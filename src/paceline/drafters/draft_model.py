@@ -58,7 +58,7 @@ class DraftLogits(NamedTuple):
     top_tokens: LogitsSummary | None = None
 
 
-DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
+DraftGenerator: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
 """Generator that drafts token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
 receives these logits, or None if the cache is full, and returns the finished draft."""
 
@@ -69,7 +69,7 @@ class _CachedSequenceState:
 
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)  # the cached tokens, as ids of the draft model
-    num_verified: int = 0  # number of leading cached tokens that are known to be equal to the request's committed text
+    num_verified: int = 0  # how many of the first cached tokens are known to be equal to the request's committed text
     num_tokens_at_last_draft: int = 0  # length of the request at its last draft; before its first draft, the length of its cached prefix
     start: int = 0  # index in the request's text of the first cached token; above 0 if the text is longer than the draft model's context
 
@@ -80,11 +80,11 @@ class _Draft(Generic[ResultT]):
 
     request: Request
     state: _CachedSequenceState
-    steps: DraftSteps[ResultT]  # the generator that drafts
+    generator: DraftGenerator[ResultT]  # the generator that drafts
     pending_token_ids: list[int]  # tokens to run in the next pass; empty once the draft is finished
     depth: int  # maximum number of draft tokens on a path
     uses_top_tokens: bool = False  # the top tokens that a pass returns are enough to sample from; otherwise whole rows of logits are used
-    num_received_rows: int = 0  # number of rows of logits that the generator has received so far
+    num_received_logit_rows: int = 0  # number of rows of logits that were sent to `generator` so far
     result: ResultT | None = None  # the finished draft
 
 
@@ -93,11 +93,11 @@ class DraftModelDrafter(GreedyTextModel):
 
     Args:
         runtime, cache: network and KV cache of the draft model; only this drafter uses them.
-        vocab_size: V of the target; ids from it on are never drafted.
-        num_tokenizer_ids: number of ids of the draft model's tokenizer; ids from it on are padding and are never drafted.
+        vocab_size: V of the target; ids >= V are never drafted.
+        num_tokenizer_ids: number of ids of the draft model's tokenizer; larger ids are padding and are never drafted.
         translation: map between the vocabularies of target and draft model; None = their ids are equal.
         max_model_len: longest text that the draft model can run, in its own tokens; None = the maximum of its config.
-        tree_width: draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
+        tree_width: number of draft tokens at each position; 1 = a chain, else the chain's token and its most probable siblings.
         description_suffix: end of the drafter's description, such as "; with the adapter NAME".
         notices: messages for the user, shown at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
@@ -142,10 +142,10 @@ class DraftModelDrafter(GreedyTextModel):
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.draft_context(request)
-            depth = min(budget.max_depth, budget.max_rows - 1, self._max_depth)
+            budget = replace(budget, max_depth=min(budget.max_depth, budget.max_rows - 1, self._max_depth))
             is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-            steps = (self._rejection_sampling_steps if is_drawn else self._tree_steps)(request, replace(budget, max_depth=depth))
-            draft = self._start_draft(request, context, len(context), depth, steps)
+            generator = (self._rejection_sampling_generator if is_drawn else self._tree_generator)(request, budget)
+            draft = self._start_draft(request, context, len(context), budget.max_depth, generator)
             if draft is not None:
                 draft.uses_top_tokens = self._translation is None and request.processor.needs_no_editing and not is_drawn
             drafts.append(draft)
@@ -156,9 +156,9 @@ class DraftModelDrafter(GreedyTextModel):
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
         drafts: list[_Draft[list[int]] | None] = []
-        for request, (context, num_unchanged), count in zip(requests, contexts, max_new_tokens, strict=True):
+        for request, (context, num_unchanged_tokens), count in zip(requests, contexts, max_new_tokens, strict=True):
             depth = min(count, self._max_depth)
-            drafts.append(self._start_draft(request, context, num_unchanged, depth, self._greedy_steps(depth)))
+            drafts.append(self._start_draft(request, context, num_unchanged_tokens, depth, self._greedy_generator(depth)))
         self._run_until_finished(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
@@ -174,25 +174,26 @@ class DraftModelDrafter(GreedyTextModel):
             self.cache.release_sequence(state.sequence)
 
     def _start_draft(
-        self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, steps: DraftSteps[ResultT]
+        self, request: Request, context: Sequence[int], num_unchanged_tokens: int, depth: int, generator: DraftGenerator[ResultT]
     ) -> _Draft[ResultT] | None:
+        """Prepare the cache for a draft of `depth` tokens after `context`, and start its `generator`; None if nothing can be drafted."""
         if depth < 1 or not context:
             return None
         state = self._get_or_create_state(request)
         if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
             self._reset_cache(state, request, max(0, len(context) + depth - self.max_model_len), depth)
-        context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
+        context, num_unchanged_tokens = context[state.start :], max(0, num_unchanged_tokens - state.start)
         if not state.token_ids:  # a new request may reuse rows of the prefix cache
             state.num_verified = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_verified])
         state.num_tokens_at_last_draft = len(request.token_ids)
-        self._truncate_rejected(state, context, num_unchanged)
+        self._truncate_rejected(state, context, num_unchanged_tokens)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # the draft model has no embedding for a token of the text
             return None
-        next(steps)  # run the generator until it waits for the logits after the last committed token
-        return _Draft(request, state, steps, pending, depth)
+        next(generator)  # run the generator until it waits for the logits after the last committed token
+        return _Draft(request, state, generator, pending, depth)
 
     def _get_or_create_state(self, request: Request) -> _CachedSequenceState:
         """Return the record of a request's cached tokens; create it for a new request, with the length of its cached prefix."""
@@ -204,16 +205,19 @@ class DraftModelDrafter(GreedyTextModel):
         return state
 
     def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
-        """Drop the request's cached tokens. If its text is too long, later passes run only its last tokens, half the context length."""
+        """Drop the request's cached tokens. If its text is `num_excess_tokens` too long, passes run only its end, half a context length."""
         self.cache.release_sequence(state.sequence)
         state.sequence = self.cache.new_sequence(request.cached_sequence.salt)
         state.token_ids.clear()
         state.num_verified = 0
         state.start = num_excess_tokens + (self.max_model_len - depth) // 2 if num_excess_tokens else 0
 
-    def _truncate_rejected(self, state: _CachedSequenceState, token_ids: Sequence[int], num_unchanged: int) -> None:
-        """Drop the cached draft tokens that the target rejected, and the last committed token: it must run again to give logits."""
-        num_matching = min(state.num_verified, num_unchanged)
+    def _truncate_rejected(self, state: _CachedSequenceState, token_ids: Sequence[int], num_unchanged_tokens: int) -> None:
+        """Drop cached draft tokens that the target rejected, and the last committed token: it must run again to give logits.
+
+        The first `num_unchanged_tokens` of `token_ids` are the same as at the last draft.
+        """
+        num_matching = min(state.num_verified, num_unchanged_tokens)
         limit = min(len(state.token_ids), len(token_ids) - 1)
         while num_matching < limit and state.token_ids[num_matching] == token_ids[num_matching]:
             num_matching += 1
@@ -235,7 +239,7 @@ class DraftModelDrafter(GreedyTextModel):
                         if draft.pending_token_ids and self._mask_token_id is not None:
                             self._advance_generator(draft, None)
         except BaseException:
-            for request in requests:  # an interrupted pass may have left cache rows unwritten: drop them all
+            for request in requests:  # an interrupted pass may have left cache rows unwritten: none of these requests' rows can be used
                 self.release(request)
             raise
 
@@ -252,24 +256,25 @@ class DraftModelDrafter(GreedyTextModel):
         return 0 if self._mask_token_id is None else draft.depth - 1
 
     def _advance_generator(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
-        """Send logits to a draft's generator, which chooses the next token to run; None ends the draft."""
-        draft.num_received_rows += 1
+        """Send the logits `row` to a draft's generator, which yields the next token to run. If `row` is None, the draft ends."""
+        draft.num_received_logit_rows += 1
         try:
-            token = draft.steps.send(row)[-1]
+            token = draft.generator.send(row)[-1]
             draft.pending_token_ids = [token if self._translation is None else self._translation.to_draft_id(token)]
         except StopIteration as end:
             draft.pending_token_ids, draft.result = [], end.value
 
-    def _greedy_steps(self, depth: int) -> DraftSteps[list[int]]:
+    def _greedy_generator(self, depth: int) -> DraftGenerator[list[int]]:
+        """Draft up to `depth` tokens, each the most probable one."""
         path: list[int] = []
         while len(path) < depth and (row := (yield path)) is not None:
             path.append(int(np.argmax(row.logits[: self._num_tokenizer_ids])))
         return path
 
-    def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft a chain, and the siblings of its tokens with the highest acceptance probability per row of the target's pass.
+    def _tree_generator(self, request: Request, budget: DraftBudget) -> DraftGenerator[DraftTree | None]:
+        """Draft a chain and siblings of its tokens: those most likely to be accepted, as many as the budget has rows.
 
-        The chain ends early if no token is allowed, or if its probability falls below `min_path_prob`.
+        The chain ends early if no token is allowed, or if the probability of its path falls below `min_path_prob`.
         """
         root: TokenPath | None = ()
         growth, path_prob = grow_tree_stepwise(request.token_ids[-1], budget, root, self.name), 1.0
@@ -284,7 +289,7 @@ class DraftModelDrafter(GreedyTextModel):
             tree: DraftTree | None = end.value
             return tree
 
-    def _rejection_sampling_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
+    def _rejection_sampling_generator(self, request: Request, budget: DraftBudget) -> DraftGenerator[DraftTree | None]:
         """Draft for rejection sampling: draw tokens from the draft model's distributions, and keep the distributions."""
         token_ids: list[int] = []
         parents: list[int] = []
@@ -382,8 +387,9 @@ class DraftModelDrafter(GreedyTextModel):
         ]
 
     def _with_top_tokens(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+        """Add the options for returning top tokens and drawn tokens to `logits_rows`; `num_rows`: rows of logits of each draft."""
         drawn = [
-            (draft.request, draft.num_received_rows + index) if draft.uses_top_tokens and not draft.request.params.is_greedy else None
+            (draft.request, draft.num_received_logit_rows + index) if draft.uses_top_tokens and not draft.request.params.is_greedy else None
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
@@ -477,11 +483,7 @@ def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
 
 
 def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, token_ratio: float) -> tuple[Network, KVCache]:
-    """Load the draft model, and allocate a KV cache for the texts that fit the target's cache.
-
-    Args:
-        token_ratio: tokens of the draft model per token of the target in the same text.
-    """
+    """Load the draft model, and allocate a KV cache for the texts that fit the target's cache. `token_ratio`: see `_token_ratio`."""
     adapter = None if target.speculation.draft_adapter is None else Path(target.speculation.draft_adapter)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
@@ -510,7 +512,7 @@ def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
 
 
 def _describe_compatibility(comparison: VocabularyComparison, max_model_len: int, required_len: int, adapter: str | None) -> str:
-    """Describe the adapter, a vocabulary other than the target's, and a context shorter than the target's, for the user."""
+    """Describe for the user the LoRA `adapter`, if any, and a vocabulary or a context length that differs from the target's."""
     description = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
     if comparison.same_id_share != 1.0:
         description += f"; {comparison.match.value} vocabularies: {comparison.describe_token_conversion()}"

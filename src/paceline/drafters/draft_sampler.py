@@ -23,7 +23,7 @@ from paceline.sampling.truncation import SUPPORT_TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import MIN_COUPLED_PROB
 
-_MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is this much below that of the most probable token are not drafted
+_MAX_LOG_PROB_GAP = 12.0  # siblings whose log-probability is smaller than that of the most probable token by more than this are not drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class DraftSampler:
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_draftable_ids]
 
     def summary_options(self, width: int) -> SummaryOptions:
-        """Return the summary of each row of logits that `sample_from_top_tokens` needs for `width` tokens."""
+        """Return the options with which a pass summarises a row of logits for `sample_from_top_tokens` of `width` tokens."""
         columns = self._num_draftable_ids if self._target_ids is None else len(self._target_ids)
         return SummaryOptions(columns, 1 if width == 1 else width + 1, self._target_ids)
 
     def truncated_summary_options(self, width: int) -> SummaryOptions:
-        """Return the summary of each row of logits that `sample_from_truncated_top_tokens` needs for `width` tokens."""
+        """Return the options with which a pass summarises a row of logits for `sample_from_truncated_top_tokens` of `width` tokens."""
         return replace(self.summary_options(width), num_top_tokens=max(SUPPORT_TOP_N, width + 1))
 
     def sample_from_top_tokens(self, row: LogitsSummary, width: int, *, is_greedy: bool) -> DraftTokens:

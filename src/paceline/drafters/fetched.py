@@ -17,7 +17,7 @@ _NUM_HASH_DIGITS = 16
 
 
 def record_fetched_drafter(target: Path, name: str, files: Path) -> None:
-    """Record which drafter "auto" uses for a target, in place of one recorded earlier.
+    """Record which drafter "auto" uses for a target; replace an earlier record.
 
     Args:
         name: the drafter's id on the Hugging Face Hub.
@@ -26,7 +26,7 @@ def record_fetched_drafter(target: Path, name: str, files: Path) -> None:
     Raises:
         CheckpointError: the cache directory cannot be written.
     """
-    path = _record_path(target)
+    path = _path_of_fetch_record(target)
     if path is None:
         raise CheckpointError(f"there is no cache directory to note {name} in: set PACELINE_CACHE, or use --drafter {name}")
     try:
@@ -41,7 +41,7 @@ def record_fetched_drafter(target: Path, name: str, files: Path) -> None:
 
 def read_fetched_drafter(target: Path) -> tuple[str, Path] | None:
     """Return the id and the path of the drafter that was downloaded for a target; None if there is none."""
-    path = _record_path(target)
+    path = _path_of_fetch_record(target)
     values = None
     with suppress(CheckpointError):  # a damaged record is ignored
         values = None if path is None else read_json(path)
@@ -50,7 +50,8 @@ def read_fetched_drafter(target: Path) -> tuple[str, Path] | None:
     return values["drafter"], Path(values["path"])
 
 
-def _record_path(target: Path) -> Path | None:
+def _path_of_fetch_record(target: Path) -> Path | None:
+    """Return the file that records the downloaded drafter of a target; None if there is no cache directory."""
     directory, resolved = cache_directory(), target.resolve()
     digest = hashlib.sha256(str(resolved).encode("utf-8", "surrogateescape")).hexdigest()[:_NUM_HASH_DIGITS]
     return None if directory is None else directory / _RECORDS_SUBFOLDER / f"{digest}.json"

@@ -20,29 +20,29 @@ from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
 NUM_SPARE_BLOCKS = 64
-"""Additional blocks for draft rows after the end of a sequence's last block."""
+"""Number of spare blocks: cache blocks for draft rows after the last block of a sequence. Every pass uses the same ones."""
 
-_HASH_SCALE = np.uint64(0x9E3779B97F4A7C15)  # odd, as `_HASH_FACTOR`: different tokens have different hashes mod 2**64
+_HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, like `_HASH_FACTOR`, so that different tokens have different hashes mod 2**64
 _HASH_FACTOR, _WORD_MASK = np.uint64(0xD1342543DE82EF95), 0xFFFFFFFFFFFFFFFF
 _MAX_TOKENS_HASHED_IN_PYTHON = 16  # more tokens are hashed with NumPy
 
 
 @dataclass(slots=True)
 class HeadSlots:
-    """The slots [first_slot, end_slot) of one request, which its head has computed and attends to, and the inputs of later slots."""
+    """The slots [first_slot, end_slot) of one request, which the head attends to, and the inputs of later slots."""
 
     sequence: CachedSequence
     first_slot: int
-    end_slot: int
-    num_observed: int  # number of positions whose hidden states the target returned
+    end_slot: int  # slot after the last computed or dropped one
+    num_observed_positions: int  # number of positions whose hidden states have been received
     prefix_hash: int  # hash of the tokens before `end_slot`
-    pending: list[FloatArray] = field(default_factory=list)  # the target's hidden states for slots from `end_slot` on
+    pending_hidden_states: list[FloatArray] = field(default_factory=list)  # the target's hidden states for slots from `end_slot` on
 
     def join_pending(self) -> FloatArray:
         """Return the pending hidden states as one array."""
-        if len(self.pending) > 1:
-            self.pending = [np.concatenate(self.pending)]
-        return self.pending[0]
+        if len(self.pending_hidden_states) > 1:
+            self.pending_hidden_states = [np.concatenate(self.pending_hidden_states)]
+        return self.pending_hidden_states[0]
 
 
 class HeadCache(ABC):
@@ -87,18 +87,18 @@ class HeadCache(ABC):
     def _add_hidden_states(self, request: Request, start: int, hidden_states: FloatArray) -> HeadSlots:
         """Append the target's hidden states [T, F] of positions `start`, `start` + 1, … to the pending ones of a request."""
         slots = self._slots.get(request)
-        if slots is None or slots.sequence is not request.cached_sequence or slots.num_observed != start:
+        if slots is None or slots.sequence is not request.cached_sequence or slots.num_observed_positions != start:
             slots = self._slots[request] = self._create_slots(request, start)
-        slots.pending.append(hidden_states)
-        slots.num_observed = start + len(hidden_states)
+        slots.pending_hidden_states.append(hidden_states)
+        slots.num_observed_positions = start + len(hidden_states)
         return slots
 
     @abstractmethod
     def _create_slots(self, request: Request, start: int) -> HeadSlots:
-        """Return the record of a new request whose first `start` positions are a prefix hit; their slots may be computed."""
+        """Return the slots of a new request whose first `start` positions are a prefix hit; some of them may already be computed."""
 
     def _first_computed_slot(self, request: Request, hashes: NDArray[np.uint64]) -> int:
-        """Return the first slot after the last slot of a prefix that is not computed. `hashes` are those of the prefix's tokens."""
+        """Return the slot after the last uncomputed slot of a prefix. `hashes`: hashes of the prefix's tokens."""
         uncomputed = np.flatnonzero(self._hashes[self._slot_indices(request, 0, len(hashes))] != hashes)
         return int(uncomputed[-1]) + 1 if len(uncomputed) else 0
 
@@ -109,20 +109,20 @@ class HeadCache(ABC):
             start: slot of the first token.
             prefix_hash: hash of the tokens before it; 0 = there are none.
         """
-        values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _HASH_SCALE * self._powers[start : start + len(token_ids)]
+        values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _HASH_MULTIPLIER * self._powers[start : start + len(token_ids)]
         values[:1] += np.uint64(prefix_hash)
         return np.cumsum(values, dtype=np.uint64)
 
     def _advance_end(self, request: Request, slots: HeadSlots, token_ids: Sequence[int] | IntArray, *, is_computed: bool = True) -> None:
-        """Extend a request's slots by the next `token_ids`, and store the hashes of computed slots."""
+        """Add slots for the next `token_ids` of a request. `is_computed`: keys and values are cached, so hashes are stored."""
         if is_computed and len(token_ids) <= _MAX_TOKENS_HASHED_IN_PYTHON:  # 25 times as fast as NumPy for one token (measured)
             table, size, prefix_hash = request.cached_sequence.block_table, self.block_size, slots.prefix_hash
             for slot, token in enumerate(token_ids, slots.end_slot):
-                prefix_hash = ((int(token) + 1) * int(_HASH_SCALE) * self._power_view[slot] + prefix_hash) & _WORD_MASK
+                prefix_hash = ((int(token) + 1) * int(_HASH_MULTIPLIER) * self._power_view[slot] + prefix_hash) & _WORD_MASK
                 self._hash_view[0, table[slot // size], slot % size] = prefix_hash
         else:
             hashes = self._hash_tokens(token_ids, slots.end_slot, slots.prefix_hash)
-            # a slot that is not computed must not keep an equal hash of an earlier request
+            # the hash of an earlier request may equal the new one: an uncomputed slot would then count as computed
             self._hashes[self._slot_indices(request, slots.end_slot, len(hashes))] = hashes if is_computed else 0
             prefix_hash = int(hashes[-1])
         slots.prefix_hash, slots.end_slot = prefix_hash, slots.end_slot + len(token_ids)

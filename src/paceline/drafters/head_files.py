@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind, detect_head_kind
+from paceline.drafters.head_kinds import MEDUSA_AND_HYDRA_FILE_NAMES, HeadKind, detect_head_kind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, name_list
 from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
 from paceline.models.gguf.stored_tensor import TensorSource, read_tensor
@@ -26,7 +26,6 @@ from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _TRAINING_PREFIXES = re.compile(r"^(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _INDEX_PATTERN = "[0-9]{1,6}"  # index of a layer or head; more digits only occur in damaged files
-
 
 Shapes = dict[str, tuple[int, ...]]
 GGUF_LAYER_MODULE_NAMES = {
@@ -88,7 +87,7 @@ class HeadFiles:
         """Return the files with tensor names of other formats converted to one set of names.
 
         Args:
-            aliases: prefixes of tensor names in other formats, and ours.
+            aliases: prefixes of tensor names in other formats -> our prefixes.
 
         Raises:
             CheckpointError: the files contain a tensor under two names.
@@ -166,7 +165,7 @@ class HeadFiles:
         """Read a one-dimensional tensor of integers or booleans, such as `d2t`.
 
         Raises:
-            CheckpointError: the tensor has another number of dimensions or data type.
+            CheckpointError: the tensor is not one-dimensional, or contains neither integers nor booleans.
         """
         tensor = self.tensors[name]
         if tensor.dtype in ("F32", "F16", "BF16", "F64") or tensor.dtype not in ITEM_TYPES:
@@ -226,9 +225,10 @@ def layer_tensors(layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
 
 
 def gguf_tensors(sources: Mapping[str, TensorSource]) -> tuple[dict[str, FileTensor], dict[str, TensorSource]]:
-    """Return the tensors of a GGUF file by their names in safetensors files, and the sources of the quantised ones.
+    """Return the tensors of a GGUF file by their names in safetensors files, and the locations and data types of the quantised ones.
 
-    Values of a quantised tensor are read by `HeadFiles.matrix` only. `d2t` has target ids in GGUF files; offsets are returned.
+    Only `HeadFiles.matrix` can read the values of a quantised tensor. GGUF files contain target ids in `d2t`; offsets are returned.
+    `sources` contains for each name the tensor in the file, its shape and its row order.
     """
     tensors = {
         name: FileTensor(source.shape, source.tensor.block_type.name, partial(_read_gguf_values, name, source))
@@ -335,7 +335,7 @@ def read_token_map(files: HeadFiles, vocab_size: int) -> tuple[NDArray[np.int64]
 
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
     """Return the files in a directory that contain the head's tensors; safetensors files are preferred to PyTorch files."""
-    for name in METHOD_FILE_NAMES:
+    for name in MEDUSA_AND_HYDRA_FILE_NAMES:
         if (directory / name).is_file():
             return (directory / name,)
     if (directory / "model.safetensors").is_file() or (directory / "model.safetensors.index.json").is_file():
@@ -347,7 +347,7 @@ def _tensor_files(directory: Path) -> tuple[Path, ...]:
     other_files = sorted(directory.glob("*.safetensors"))
     if len(other_files) == 1:
         return (other_files[0],)
-    names = ", ".join((*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin"))
+    names = ", ".join((*MEDUSA_AND_HYDRA_FILE_NAMES, "model.safetensors", "pytorch_model.bin"))
     contents = f"{len(other_files)} *.safetensors files" if other_files else "no weights"
     raise CheckpointError(f"{directory} holds {contents}; expected config.json with {names} or one *.safetensors: name a head or a model")
 

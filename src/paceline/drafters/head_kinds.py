@@ -30,7 +30,7 @@ class HeadKind(Enum):
     LANGUAGE_MODEL = "draft_model"
 
 
-METHOD_FILE_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
+MEDUSA_AND_HYDRA_FILE_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Names of files that always contain a Medusa or Hydra head."""
 
 _SPECULATORS_MODEL_TYPES = {
@@ -95,9 +95,9 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
         return HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3
     if _is_eagle1(shapes):
         return HeadKind.EAGLE
-    if names & set(METHOD_FILE_NAMES[:2]) or any(_MEDUSA_TENSOR_PATTERN.match(name) for name in shapes):
+    if names & set(MEDUSA_AND_HYDRA_FILE_NAMES[:2]) or any(_MEDUSA_TENSOR_PATTERN.match(name) for name in shapes):
         return HeadKind.MEDUSA
-    if METHOD_FILE_NAMES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
+    if MEDUSA_AND_HYDRA_FILE_NAMES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
         return HeadKind.HYDRA
     extra_layer = f"layers.{config.get('num_hidden_layers')}.eh_proj.weight"
     if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
@@ -106,7 +106,7 @@ def detect_head_kind(path: Path, config: Mapping[str, Any], shapes: Mapping[str,
 
 
 def detect_block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:
-    """Return whether a block drafter is DFlash, DFlash2 or DSpark, by the names of its tensors."""
+    """Return the kind of a block drafter: DFlash, DFlash2 or DSpark, detected from its tensor names."""
     if any(name.startswith("candidate_selector.") for name in shapes):
         return HeadKind.DFLASH2
     return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH

@@ -50,9 +50,9 @@ class _ModuleLayout:
     names: Mapping[str, str]  # name in `mtp_network` -> name in the file, for the tensors that are not in the decoder layer
     own_matrix_names: Mapping[str, str]  # embedding.weight and lm_head.weight -> name in the file, if the module has its own
     modules_prefix: str  # prefix of the tensor names of all modules; the number of the module follows
-    has_norm_offset: bool = False  # norm weights are stored minus 1
+    has_norm_offset: bool = False  # norms multiply by 1 + the stored weight
     has_target_copies: bool = False  # embedding and lm_head are copies of the target's, so the target's are used
-    is_feature_first: bool = False  # `fc` takes [feature, embedding], not [embedding, feature]
+    is_feature_first: bool = False  # the input of `fc` is [feature, embedding]; False: [embedding, feature]
 
 
 _TENSOR_NAMES_BY_LAYOUT = {
@@ -62,7 +62,7 @@ _TENSOR_NAMES_BY_LAYOUT = {
     },
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
-_OWN_EMBEDDING = "mtp.embed_tokens.weight"
+_MTP_EMBEDDING_TENSOR = "mtp.embed_tokens.weight"
 _STACKED_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -73,11 +73,11 @@ def _detect_module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayou
     if any(name.startswith("mtp.") for name in files.tensors):
         configs = (files.config, files.config.get("text_config"))
         has_own_embedding = any(isinstance(config, Mapping) and config.get("mtp_use_dedicated_embeddings") is True for config in configs)
-        if has_own_embedding and _OWN_EMBEDDING not in files.tensors:
+        if has_own_embedding and _MTP_EMBEDDING_TENSOR not in files.tensors:
             raise CheckpointError(
-                f"{files.path} lacks {_OWN_EMBEDDING} although its config.json sets mtp_use_dedicated_embeddings: download it again"
+                f"{files.path} lacks {_MTP_EMBEDDING_TENSOR} although its config.json sets mtp_use_dedicated_embeddings: download it again"
             )
-        own = {"embedding.weight": _OWN_EMBEDDING}
+        own = {"embedding.weight": _MTP_EMBEDDING_TENSOR}
         return _ModuleLayout(
             "mtp.layers.0.", tensor_names("mtp.", "mtp."), own, "mtp.layers.", has_norm_offset=True, has_target_copies=not has_own_embedding
         )
@@ -102,7 +102,7 @@ class MtpModule:
     weights: Weights  # weights by the names in `mtp_network`; `lm_head.weight` is the target's if the module has none
     embedding: AnyTensor  # [V, E] token embedding
     soft_cap: float | None  # the target's soft cap of logits, if the target's lm_head is used
-    is_feature_first: bool  # `fc` takes [feature, embedding], not [embedding, feature]
+    is_feature_first: bool  # the input of `fc` is [feature, embedding]; False: [embedding, feature]
     notices: tuple[str, ...]  # messages for the user, shown at load
     draft_vocab: DraftVocab | None = None  # the ids that the module drafts; None = all ids of the target
     has_lm_head_copy: bool = False  # `lm_head.weight` is a copy of the target's rows for the draft vocabulary
@@ -258,7 +258,7 @@ def restrict_draft_vocab(
     """Return the module with a draft vocabulary, so that it uses only the lm_head rows of these ids.
 
     Args:
-        vocab: ids to draft. If they are no range, their lm_head rows are copied.
+        vocab: ids to draft. If they are not contiguous, their lm_head rows are copied.
         quantization: how to quantise the rows. They stay as stored if it is None or would make them larger.
     """
     rows = take_rows(module.weights["lm_head.weight"], slice(vocab.stop) if isinstance(vocab, range) else vocab)
@@ -321,9 +321,7 @@ def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, i
 
         output = layer(fc([embedding_norm(embedding), feature_norm(feature)]));  logits = lm_head(final_norm(output))
 
-    Args:
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
-        is_feature_first: `fc` takes [feature, embedding], not [embedding, feature].
+    `soft_cap` and `is_feature_first` are fields of `MtpModule`.
     """
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
@@ -365,8 +363,8 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
     target_config, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
     vocab = select_draft_vocab(options, target.tokenizer, target_config.vocab_size)
     module = load_mtp(files, target_config, open_weights(target.directory, target_config), num_threads=num_threads)
-    has_target_lm_head = not module.config.has_own_lm_head
-    module = replace(module, weights=target.quantize(module.weights, files.files, has_target_lm_head=has_target_lm_head))
+    uses_target_lm_head = not module.config.has_own_lm_head
+    module = replace(module, weights=target.quantize(module.weights, files.files, uses_target_lm_head=uses_target_lm_head))
     if options.normed_recurrence is not None:
         module = replace(module, config=replace(module.config, normed_recurrence=options.normed_recurrence))
     if vocab is not None:

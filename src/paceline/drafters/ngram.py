@@ -13,7 +13,7 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH_TOKENS = 3
 MAX_MATCH_TOKENS = 6
-MAX_OCCURRENCES = 256  # number of earlier occurrences, latest first, among which the longest match is searched
+MAX_COMPARED_OCCURRENCES = 256  # number of earlier occurrences of the last n-gram, latest first, of which the longest match is used
 
 
 class NgramIndex:
@@ -61,7 +61,7 @@ class NgramIndex:
     def _longest_match(self, token_ids: Sequence[int], end: int) -> int:
         """Return the position after the longest match, among the occurrences of the last n-gram that end at `end` or earlier."""
         size, best, best_length = len(token_ids), end, 0
-        for _ in range(MAX_OCCURRENCES):
+        for _ in range(MAX_COMPARED_OCCURRENCES):
             length = self._min_match
             while length < self._max_match and length < end and token_ids[end - 1 - length] == token_ids[size - 1 - length]:
                 length += 1

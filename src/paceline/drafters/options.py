@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 MIN_DRAFT_VOCAB_SIZE = 256
 DEFAULT_CORPUS_VOCAB_SIZE = 16384  # draft_vocab_size if the user gives only draft_vocab_corpus
 MEDUSA_TREES = (*DYNAMIC_TREES, *STATIC_TREES)
-_KERNEL_OUTPUT_GROUP = 16  # number of matrix rows that the kernels multiply together
+_NUM_PANEL_OUTPUTS = 16  # number of outputs (rows of a weight matrix) that a kernel computes at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class HeadOptions:
     boundaries: tuple[int, ...] | None = None  # EAGLE-3: layer boundaries that the head reads; boundary b is the input of layer b
     norm_before_residual: bool | None = None  # EAGLE-3: the first layer's residual is the normalised feature
     final_norm: bool | None = None  # EAGLE-3: the hidden state is normalised before the lm_head
-    normed_recurrence: bool | None = None  # EAGLE and MTP: the predicted feature is taken after the final norm, not before it
+    normed_recurrence: bool | None = None  # EAGLE, MTP: the predicted feature that the head reads is normalised (final norm)
     rope_theta: float | None = None  # EAGLE: base of the rotary embedding
     mask_token_id: int | None = None  # P-EAGLE: input token of the positions whose token is not known yet
     draft_vocab_size: int | None = None  # MTP: number of ids to draft: the lowest, or the most frequent of `draft_vocab_corpus`
@@ -43,7 +43,7 @@ class HeadOptions:
             try:
                 values[name] = OPTIONS[name].parse(value)
             except (TypeError, ValueError):
-                raise ConfigError(f"drafter_options: {name} is {value!r}: use {OPTIONS[name].expected}") from None
+                raise ConfigError(f"drafter_options: {name} is {value!r}: use {OPTIONS[name].expected_values}") from None
         return cls(**values)  # type: ignore[arg-type]  # OPTIONS has the fields
 
     def num_draft_ids(self, vocab_size: int) -> int | None:
@@ -59,7 +59,7 @@ class HeadOptions:
                 f"drafter_options: draft_vocab_size is {self.draft_vocab_size} and the target has {vocab_size} ids: "
                 f"{f'use at most {vocab_size}, or ' if vocab_size >= MIN_DRAFT_VOCAB_SIZE else ''}leave it out to draft all ids"
             )
-        return min(-(-self.draft_vocab_size // _KERNEL_OUTPUT_GROUP) * _KERNEL_OUTPUT_GROUP, vocab_size)
+        return min(-(-self.draft_vocab_size // _NUM_PANEL_OUTPUTS) * _NUM_PANEL_OUTPUTS, vocab_size)
 
     def check_all_used_by(self, drafters: Iterable[str]) -> None:
         """Check that each option that the user set applies to one of the drafters in use, given by name.
@@ -79,7 +79,7 @@ class HeadOptions:
 @dataclass(frozen=True, slots=True)
 class HeadOption:
     head_kinds: Sequence[HeadKind]  # kinds of heads that the option applies to
-    expected: str  # description of the allowed values, for error messages
+    expected_values: str  # description of the allowed values, for error messages
     parse: Callable[[object], object]  # converts the user's value; raises ValueError or TypeError if it is invalid
 
 
@@ -130,7 +130,7 @@ def _parse_path(value: object) -> Path:
 
 
 _EAGLE3_KINDS = (HeadKind.EAGLE3, HeadKind.PEAGLE)
-_VOCAB_RANGE = f"a number of ids from {MIN_DRAFT_VOCAB_SIZE} to the size of the target's vocabulary, or leave it out to draft all ids"
+_DRAFT_VOCAB_SIZES = f"a number of ids from {MIN_DRAFT_VOCAB_SIZE} to the size of the target's vocabulary, or leave it out to draft all ids"
 OPTIONS: Mapping[str, HeadOption] = {
     "tree": HeadOption((HeadKind.MEDUSA,), f"one of {', '.join(MEDUSA_TREES)}", _parse_tree),
     "boundaries": HeadOption(_EAGLE3_KINDS, "the target's layer boundaries in ascending order, such as 2,16,29", _parse_layer_ids),
@@ -139,7 +139,7 @@ OPTIONS: Mapping[str, HeadOption] = {
     "normed_recurrence": HeadOption((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _parse_bool),
     "rope_theta": HeadOption((HeadKind.EAGLE, *_EAGLE3_KINDS), "the base of the rotary embedding, such as 10000", _parse_rope_theta),
     "mask_token_id": HeadOption((HeadKind.PEAGLE,), "a token id", _parse_integer),
-    "draft_vocab_size": HeadOption((HeadKind.MTP,), _VOCAB_RANGE, lambda value: _parse_integer(value, MIN_DRAFT_VOCAB_SIZE)),
+    "draft_vocab_size": HeadOption((HeadKind.MTP,), _DRAFT_VOCAB_SIZES, lambda value: _parse_integer(value, MIN_DRAFT_VOCAB_SIZE)),
     "draft_vocab_corpus": HeadOption((HeadKind.MTP,), "a text file", _parse_path),
 }
 """All options by name: the fields of `HeadOptions`."""

@@ -34,7 +34,7 @@ _DEFAULT_FEATURE_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pard2Config(RecurrentHeadConfig):
-    chunk_order: tuple[int, ...]  # indices of a feature's chunks, in the order in which the projection reads them
+    hidden_state_order: tuple[int, ...]  # indices of a feature's hidden states, in the order in which the projection reads them
     scale: float  # factor of the projected feature
     has_projection_bias: bool  # the projection has a bias
     mask_token_id: int  # input token of the positions whose token is not known yet
@@ -55,7 +55,7 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
     check_target_sizes(files, target, hidden_size=target.hidden_size, num_vocab_rows=layers.vocab_size)
     listed_boundaries = _read_layer_boundaries(fields, target.num_layers)
     boundaries = tuple(sorted({boundary for boundary in listed_boundaries if boundary < target.num_layers}))
-    chunks = (*boundaries, target.num_layers)
+    boundaries_of_feature = (*boundaries, target.num_layers)
     dim_field = _first_present_field(fields, "pard2_target_dim", "pard_target_dim")
     target_dim, dim = fields.integer(dim_field, len(listed_boundaries) * target.hidden_size), len(listed_boundaries) * target.hidden_size
     if target_dim != dim:
@@ -68,10 +68,10 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
         layers=layers,
         target_hidden_size=target.hidden_size,
         layer_boundaries=boundaries,
-        appends_final_state=target.num_layers in listed_boundaries,
+        feature_ends_with_final_state=target.num_layers in listed_boundaries,
         first_slot=0,
         has_own_lm_head=True,
-        chunk_order=tuple(chunks.index(boundary) for boundary in listed_boundaries),
+        hidden_state_order=tuple(boundaries_of_feature.index(boundary) for boundary in listed_boundaries),
         scale=fields.number(_first_present_field(fields, "pard2_scale", "pard_scale", "feat_scale"), _DEFAULT_FEATURE_SCALE),
         has_projection_bias=fields.flag(_first_present_field(fields, "pard2_proj_bias", "proj_bias"), default=False),
         mask_token_id=fields.integer("pard_token", minimum=0, maximum=layers.vocab_size - 1),
@@ -79,12 +79,12 @@ def read_pard2_config(files: HeadFiles, target: ModelConfig) -> Pard2Config:
 
 
 def _first_present_field(fields: JsonFields, *names: str) -> str:
-    """Return the first of these names of a field that the config contains; the first name if it contains none."""
+    """Return the first of the alternative field names that the config contains; `names[0]` if it contains none of them."""
     return next((name for name in names if name in fields.values), names[0])
 
 
 def _read_layer_boundaries(fields: JsonFields, num_layers: int) -> list[int]:
-    """Return the layer boundaries that the projection reads, in that order. In the config, negative numbers count from the end.
+    """Return the layer boundaries that the projection reads, in the order in which it reads them. Negative numbers count from the end.
 
     The last boundary, `num_layers`, means the final hidden state, after the norm, as in the `hidden_states` of transformers.
     """
@@ -120,7 +120,7 @@ def open_pard2_weights(files: HeadFiles, config: Pard2Config) -> Weights:
         raise CheckpointError(f"{directory} has no {PROJECTION_FILE}, a part of every PARD-2 draft model; download it again")
     projection = HeadFiles(path, files.config, read_tensors(path, "head"), files.kind, (path,))
     hidden_size = config.layers.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (hidden_size, len(config.chunk_order) * config.target_hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (hidden_size, len(config.hidden_state_order) * config.target_hidden_size)}
     if config.has_projection_bias:
         shapes["target_proj.bias"] = (hidden_size,)
     projection.check_shapes(shapes)
@@ -141,12 +141,12 @@ def check_tokenizer(path: Path, comparison: VocabularyComparison) -> None:
 
 
 def pard2_network(config: Pard2Config) -> NetworkDefinition:
-    """Return the network of a PARD-2 draft model. Its inputs are `embedding`, and the chunks of the features by the names of `head.py`."""
+    """Return the network of a PARD-2 draft model. Inputs: `embedding`, and the hidden states of a feature (`feature_inputs`)."""
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         x, layers = ops.input(EMBEDDING, config.layers.hidden_size), config.layers
-        chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
-        (projected,) = ops.linear(ops.concat(*(chunks[chunk] for chunk in config.chunk_order)), "target_proj")
+        hidden_states = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
+        (projected,) = ops.linear(ops.concat(*(hidden_states[index] for index in config.hidden_state_order)), "target_proj")
         x = ops.add(x, ops.scale(projected, config.scale))
         for index, layer in enumerate(layers.layers):
             x = decoder_layer(ops, layer, x, index)
@@ -165,7 +165,7 @@ def open_pard2(files: HeadFiles, target: LoadedTarget) -> ParallelDrafter:
         IncompatibleDrafterError: the draft model was made for another target.
     """
     directory, config = files.config_path.parent, read_pard2_config(files, target.runtime.config)
-    if any(directory.glob("tokenizer*")):  # AMD's training code saves no tokenizer: it is the target's
+    if any(directory.glob("tokenizer*")):  # AMD's training code saves no tokenizer, because the model uses the target's
         check_tokenizer(files.path, compare_vocabularies(target.tokenizer, Tokenizer.open(directory)))
     config = replace(config, layers=config.layers.for_context(target.max_model_len))
     stored = open_pard2_weights(files, config)

@@ -1,7 +1,7 @@
-"""Drafts from the prediction of a request: a text that its output is expected to repeat largely, such as a file to be edited.
+"""Drafts from the prediction of a request: a text that most of its output is expected to repeat, such as a file to be edited.
 
-When the output differs from the prediction, the drafter realigns: it searches the position in the prediction at which the output continues.
-Three strategies may each find a position. The position of the strategy that was right most often in this request is used.
+When the output differs from the prediction, the drafter realigns: it searches for the position in the prediction at which the output
+continues (`PredictedText`).
 
 Source: OpenAI's "Predicted Outputs" as documented; Saxena 2023, "Prompt Lookup Decoding", for matching by the last tokens.
 """
@@ -16,10 +16,10 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 MATCH_LENGTHS = (8, 4, 2)
-"""To realign, the last 8, 4 or 2 output tokens are searched in the prediction; the longest match is used."""
-NUM_NEARBY_POSITIONS = 16  # number of predicted tokens after a mismatch in which the last output token is searched
+"""To realign, the prediction is searched for the last 8, 4 or 2 output tokens; the longest match is used."""
+NUM_NEARBY_POSITIONS = 16  # after a mismatch, this many of the next predicted tokens are searched for the last output token
 MAX_SUBSTITUTED_TOKENS = 2  # maximum number of output tokens that are assumed to replace one predicted token each
-NUM_PRIOR_MATCHES = 2  # matching tokens assumed before the output begins, to estimate acceptance
+NUM_ASSUMED_MATCHES = 2  # added to the number of matched tokens to estimate acceptance
 _PRIOR_TRIALS = 4.0  # weight of the accuracy 0.5 that is assumed for a new strategy, as a number of trials
 
 
@@ -38,9 +38,9 @@ class _RealignmentStrategy:
 class PredictedText:
     """A predicted text, and the position in it at which the output continues.
 
-    When the output differs from the prediction, three strategies find a position to continue: (a) search the longest suffix of the output
-    in the prediction; (b) search the last output token in the next predicted tokens; (c) assume that each differing output token replaces
-    one predicted token. The strategy that was right most often is used.
+    When the output differs from the prediction, three strategies find a position to continue: (a) search the prediction for the longest
+    suffix of the output; (b) search the next predicted tokens for the last output token; (c) assume that each differing output token
+    replaces one predicted token. The strategy that was right most often is used.
 
     Example: predicted 1 2 3 4 5 6, output 1 2 9: by (c) 9 replaces 3, so 4 is next. Output 1 2 9 8 5: by (b) 6 is next.
 
@@ -59,7 +59,8 @@ class PredictedText:
         self.num_matched = 0
         self._position: int | None = 0  # position in the prediction at which the output continues; None = unknown
         self._suffix, self._nearby, self._substitution = _RealignmentStrategy(), _RealignmentStrategy(), _RealignmentStrategy()
-        self._nearby_start, self._nearby_positions = -1, dict[int, int]()  # token -> position after its next occurrence
+        self._nearby_start = -1  # position of the first token in `_nearby_positions`; -1 = there are no tokens in it yet
+        self._nearby_positions: dict[int, int] = {}  # token -> position after its first occurrence from `_nearby_start` on
         self._candidates: list[tuple[_RealignmentStrategy, int]] = []  # the position that each strategy found after the last mismatch
 
     def observe_tokens(self, token_ids: Sequence[int]) -> None:
@@ -90,7 +91,7 @@ class PredictedText:
 
     def confidence(self, count: int) -> list[float]:
         """Estimate the acceptance probability of each of the next `count` predicted tokens."""
-        probs = match_confidence(NUM_PRIOR_MATCHES + self.num_matched, count)
+        probs = match_confidence(NUM_ASSUMED_MATCHES + self.num_matched, count)
         if self._candidates and probs:
             probs[0] = max(strategy.accuracy for strategy, _ in self._candidates)
         return probs
@@ -116,7 +117,10 @@ class PredictedText:
         return candidates
 
     def _position_after_longest_suffix(self) -> int | None:
-        """Return the position in the prediction after the output's longest suffix; of several, the first after the last match."""
+        """Return the position after the longest suffix of the output that occurs in the prediction; None if none of `MATCH_LENGTHS` occurs.
+
+        If it occurs several times, the first occurrence that ends after the last match is used, else the last occurrence.
+        """
         best = None
         for index, length in enumerate(reversed(MATCH_LENGTHS)):
             if index == len(self._ngram_ends):

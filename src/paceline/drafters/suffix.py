@@ -1,8 +1,8 @@
 """Suffix decoding: find earlier occurrences of the text's last tokens, and draft what followed them, the most frequent tokens first.
 
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), section 4. Deviations: a suffix automaton instead of suffix trees; the
-candidates after a draft token are what followed the longest known suffix of text and draft; trees get the nodes with the highest
-probability per row of the target's pass; other requests' texts are used only with a `SuffixStore`, by requests that have a namespace.
+candidates after a draft token are what followed the longest known suffix of text and draft; trees contain the most
+probable nodes, one for each row of the budget; other requests' texts are used only with a `SuffixStore`, by requests that have a namespace.
 """
 
 from collections import OrderedDict
@@ -19,9 +19,9 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import grow_tree
 
 MAX_MATCH_TOKENS = 16
-MAX_NEXT_TOKENS = 32  # a match with more different next tokens predicts none of them well, so only these are compared
+MAX_COMPARED_NEXT_TOKENS = 32  # if more different tokens followed a match, none of them is likely: only those seen first are compared
 MAX_SIBLINGS = 4
-MAX_INDEXED_TOKENS_PER_STEP = 65_536  # indexing so many tokens of a long prompt takes about 0.1 s, in which other requests wait
+MAX_INDEXED_TOKENS_PER_STEP = 65_536  # indexing this many tokens of a prompt takes about 0.1 s, during which other requests wait
 OUTPUT_SEPARATOR = -1  # follows each output in a `SuffixStore`; no token has this id
 
 Match = tuple[int, int]
@@ -46,7 +46,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._count, self._last_end = [-1], [0], [0], [0]
         self._last = 0
-        self._counted_state: int = 0  # state of the text's last max_match + 1 tokens
+        self._counted_state: int = 0  # state of the last max_match + 1 tokens of the text, whose occurrences have been counted
         self._counted_len: int = 0
 
     def append(self, token_id: int) -> None:
@@ -64,14 +64,14 @@ class SuffixAutomaton:
             nexts[state][token_id] = new_state
             state = links[state]
         if state >= 0:
-            target = nexts[state][token_id]
-            if lengths[target] != lengths[state] + 1:
-                target = self._split_state(target, state, token_id)
-            links[new_state] = target
+            suffix_state = nexts[state][token_id]
+            if lengths[suffix_state] != lengths[state] + 1:
+                suffix_state = self._split_state(suffix_state, state, token_id)
+            links[new_state] = suffix_state
         self._count_end_positions(token_id)
 
     def extend_match(self, match: Match, token_id: int) -> Match:
-        """Return the longest suffix of a match plus one token that occurs in the text, of at most `max_match` tokens."""
+        """Append a token to a match; return the longest suffix of the result that occurs in the text, of at most `max_match` tokens."""
         nexts, links, lengths = self._next, self._link, self._length
         state, length = self.refresh_match(match)
         while token_id not in nexts[state]:
@@ -97,7 +97,7 @@ class SuffixAutomaton:
 
         Returns:
             for each token: the token, its share of the match's occurrences, and the match extended by it. The most frequent tokens come
-            first; of equally frequent ones the last seen. Only MAX_NEXT_TOKENS different tokens, those first seen, are compared.
+            first; of equally frequent ones the last seen. Only MAX_COMPARED_NEXT_TOKENS different tokens, those first seen, are compared.
         """
         state, length = match
         following = self._next[state]
@@ -114,7 +114,7 @@ class SuffixAutomaton:
         total = counts[state] - (ends[state] == self.size)
         candidates = [
             (-counts[next_state], -ends[next_state], token, next_state)
-            for token, next_state in islice(following.items(), MAX_NEXT_TOKENS)
+            for token, next_state in islice(following.items(), MAX_COMPARED_NEXT_TOKENS)
             if token != OUTPUT_SEPARATOR
         ]
         best = nsmallest(MAX_SIBLINGS, candidates) if len(candidates) > MAX_SIBLINGS else sorted(candidates)
@@ -148,24 +148,27 @@ class SuffixAutomaton:
         return (state, length + 1) if length < self.max_match else self.refresh_match((state, length))
 
     def refresh_match(self, match: Match) -> Match:
-        """Return the same substring with its current state: states may have been split, or the substring shortened."""
+        """Return a match with its current state: `append` may have split the state, or the caller may have shortened the substring."""
         state, length = match
         links, lengths = self._link, self._length
         while state and lengths[links[state]] >= length:
             state = links[state]
         return state, length
 
-    def _split_state(self, target: int, state: int, token_id: int) -> int:
-        """Move the shorter substrings of `target`, which now also occur at the end of the text, to a new state; return it."""
+    def _split_state(self, old_state: int, state: int, token_id: int) -> int:
+        """Move the shorter substrings of a state, which now also occur at the end of the text, to a new state; return the new state.
+
+        The longest of them is the longest substring of `state` with `token_id` appended.
+        """
         nexts, links, lengths = self._next, self._link, self._length
         new_state = len(lengths)
-        nexts.append(nexts[target].copy())
-        links.append(links[target])
+        nexts.append(nexts[old_state].copy())
+        links.append(links[old_state])
         lengths.append(lengths[state] + 1)
-        self._count.append(self._count[target])
-        self._last_end.append(self._last_end[target])
-        links[target] = new_state
-        while state >= 0 and nexts[state].get(token_id) == target:
+        self._count.append(self._count[old_state])
+        self._last_end.append(self._last_end[old_state])
+        links[old_state] = new_state
+        while state >= 0 and nexts[state].get(token_id) == old_state:
             nexts[state][token_id] = new_state
             state = links[state]
         return new_state
@@ -197,23 +200,23 @@ class _StoreMatch:
     """The longest suffix of a request's text that occurs in one automaton of a `SuffixStore`."""
 
     automaton: SuffixAutomaton
-    num_compared: int = 0  # number of the request's tokens that were compared with the store so far
+    num_compared_tokens: int = 0  # number of the request's tokens that were compared with the automaton so far
     match: Match = (0, 0)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Extend the match by a request's new tokens. A match has at most `max_match` tokens, so earlier ones are skipped."""
+        """Extend the match by the new tokens of a request's text `token_ids`. Only the last `max_match` tokens can match: skip others."""
         first = len(token_ids) - self.automaton.max_match
-        if first > self.num_compared:
-            self.num_compared, self.match = first, (0, 0)
-        for token in token_ids[self.num_compared :]:
+        if first > self.num_compared_tokens:
+            self.num_compared_tokens, self.match = first, (0, 0)
+        for token in token_ids[self.num_compared_tokens :]:
             self.match = self.automaton.extend_match(self.match, token)
         self.match = self.automaton.refresh_match(self.match)  # states are split when outputs are added to the store
-        self.num_compared = len(token_ids)
+        self.num_compared_tokens = len(token_ids)
 
 
 @dataclass(slots=True)
 class _RequestText:
-    """Automaton of a request's own text, and its matches in the texts of the store."""
+    """Suffix automaton of a request's own text, and matches of the end of this text in the outputs of a `SuffixStore`."""
 
     automaton: SuffixAutomaton
     store_matches: list[_StoreMatch] = field(default_factory=list)
@@ -239,7 +242,7 @@ class SuffixStore:
         self._automata: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Add the output of a finished request; only its end if it is longer than half of `max_tokens`."""
+        """Add the output of a finished request. Of a long output, only the last `max_tokens` // 2 - 1 tokens are added."""
         stored_ids = token_ids[-(self._automaton_size - 1) :] if self._automaton_size > 1 else []
         automata = self._automata.setdefault(namespace, [])
         self._automata.move_to_end(namespace)
@@ -256,7 +259,7 @@ class SuffixStore:
         return self._automata.get(namespace, ())
 
     def num_stored_tokens(self, namespace: str) -> int:
-        """Return the number of stored tokens of a namespace, one separator for each output included."""
+        """Return the number of tokens stored for a namespace, including one separator for each output."""
         return sum(automaton.size for automaton in self.automata(namespace))
 
     def clear(self, namespace: str | None = None) -> None:

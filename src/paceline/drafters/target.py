@@ -28,7 +28,7 @@ class LoadedTarget:
 
     directory: Path  # directory or GGUF file of the target
     runtime: Network
-    cache: KVCache  # its KV cache; the KV caches of heads use the same blocks and slots
+    cache: KVCache  # the target's KV cache; the KV caches of heads use the same blocks and slots
     tokenizer: Tokenizer
     vocab_size: int  # V, number of token ids that the target can draw
     max_model_len: int  # maximum number of tokens of prompt plus output
@@ -54,6 +54,7 @@ class LoadedTarget:
 
     @property
     def head_options(self) -> HeadOptions:
+        """The user's `--drafter-options` for heads."""
         return HeadOptions.parse(self.speculation.drafter_options)
 
     @property
@@ -63,21 +64,21 @@ class LoadedTarget:
 
     @property
     def placement(self) -> HeadPlacement:
-        """Threads, device and context length of heads, as the target's, and the network whose lm_head they use if they have none."""
+        """The target's threads, device and context length, which heads use too, and the network whose lm_head a head without one uses."""
         return HeadPlacement(
             num_threads=self.engine.num_threads, max_model_len=self.max_model_len, device=self.device, lm_head_source=self.runtime
         )
 
-    def quantize(self, weights: Weights, files: Sequence[Path], *, has_target_lm_head: bool = False) -> Weights:
+    def quantize(self, weights: Weights, files: Sequence[Path], *, uses_target_lm_head: bool = False) -> Weights:
         """Quantise the weights of a head according to the settings, and cache the result on disk.
 
         Args:
             files: the files that `weights` were read from; the cache is only valid while they are unchanged.
-            has_target_lm_head: `lm_head.weight` is the target's; it is quantised only if `copies_lm_head`.
+            uses_target_lm_head: `lm_head.weight` is the target's; it is quantised only if `copies_lm_head`.
         """
         options = self.draft_quant
         if options is None:
             return weights
-        if has_target_lm_head and not self.copies_lm_head:
+        if uses_target_lm_head and not self.copies_lm_head:
             options = replace(options, overrides=(("lm_head.weight", None), *options.overrides))
         return quantized_weights(weights, options, cache_directory(), files=files, num_threads=self.engine.num_threads)

@@ -152,10 +152,10 @@ class GreedyTextModel(Drafter):
     def generate(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], max_new_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Continue each context greedily; return its token ids, none if the text is too long or the cache is full.
+        """Continue each context greedily; return the generated token ids, none if the text is too long or the cache is full.
 
         Args:
-            contexts: for each request its text as ids of the draft model, and how many leading ids are unchanged since the last call.
+            contexts: for each request its text as ids of the draft model, and how many of the first ids are the same as in the last call.
             max_new_tokens: number of tokens to generate for each request.
         """
 
@@ -164,9 +164,9 @@ class GreedyTextModel(Drafter):
 class _RetokenizedContext:
     """One request's text, tokenized for the draft model."""
 
-    num_converted: int  # number of the request's tokens whose bytes were appended to `text`
+    num_converted_tokens: int  # number of the request's tokens whose bytes were appended to `text` so far
     draft_ids: list[int]  # the text as ids of the draft model
-    token_ends: list[int]  # for each of these ids the offset in `text` at which its token ends
+    token_end_bytes: list[int]  # for each of `draft_ids` the byte offset in `text` after its token
     text: bytearray = field(default_factory=bytearray)  # bytes of the request's tokens
 
 
@@ -201,31 +201,31 @@ class TextDrafter(Drafter):
         self.model.release(request)
 
     def _draft_context(self, request: Request) -> tuple[Sequence[int], int] | None:
-        """Return the request's text as ids of the draft model, and how many are unchanged; None if the text ends inside a character."""
+        """Return the text as draft-model ids, and how many of the first are as in the last call; None if it ends inside a character."""
         bos_ids = self._draft.bos_ids
         context = self._contexts.get(request)
         if context is None:
             context = _RetokenizedContext(_num_start_tokens(self._target, request), list(bos_ids), [0] * len(bos_ids))
             self._contexts[request] = context
-        for token_id in request.token_ids[context.num_converted :]:
+        for token_id in request.token_ids[context.num_converted_tokens :]:
             context.text += self._target.token_bytes[token_id] if token_id < len(self._target.token_bytes) else b""
-        context.num_converted = len(request.token_ids)
+        context.num_converted_tokens = len(request.token_ids)
         if _complete_utf8_len(context.text) < len(context.text):
             return None
         first = self._draft.retokenization_start(context.draft_ids, len(bos_ids))
-        offset = context.token_ends[first - 1] if first else 0
+        offset = context.token_end_bytes[first - 1] if first else 0
         tokens = self._draft.tokenize(bytes(context.text[offset:]), at_start=first == len(bos_ids))
-        num_unchanged = first
+        num_unchanged_tokens = first
         for old_id, (new_id, _) in zip(context.draft_ids[first:], tokens, strict=False):
             if old_id != new_id:
                 break
-            num_unchanged += 1
-        del context.draft_ids[first:], context.token_ends[first:]
+            num_unchanged_tokens += 1
+        del context.draft_ids[first:], context.token_end_bytes[first:]
         for token_id, size in tokens:
             offset += size
             context.draft_ids.append(token_id)
-            context.token_ends.append(offset)
-        return context.draft_ids, num_unchanged
+            context.token_end_bytes.append(offset)
+        return context.draft_ids, num_unchanged_tokens
 
     def _tokenize_for_target(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
         """Convert the draft model's generated `draft_ids` to token ids of the target."""

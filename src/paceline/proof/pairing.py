@@ -172,7 +172,7 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     config = read_block_config(files, target.config)
     opened = open_block_checkpoint(files, config, target.config)
     read = ", ".join(map(str, config.layer_boundaries))
-    given, chosen = config.sample_from_anchor, f", {config.num_candidates} candidates a row" if config.num_candidates else ""
+    given, chosen = config.sample_from_anchor, f", {config.num_rescored_tokens} candidates a row" if config.num_rescored_tokens else ""
     place = describe_drafted_position(
         sample_from_anchor=default_sample_from_anchor(files) if given is None else given, is_known=given is not None
     )
@@ -207,7 +207,7 @@ def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
     stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
     heads = load_medusa(files, sizes, stand_in)
     own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
-    matrix = "a vocabulary matrix each" if not heads.has_shared_lm_head else "one vocabulary matrix for all"
+    matrix = "a vocabulary matrix each" if not heads.heads_share_lm_head else "one vocabulary matrix for all"
     if len(own) < len(heads.weights):
         matrix = "the target's vocabulary matrix"
     tree = "" if options.tree is None else f", tree {options.tree}"
@@ -265,5 +265,5 @@ def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights)
 def _reading(config: RecurrentHeadConfig) -> str:
     if not config.layer_boundaries:
         return "that reads the final hidden states"
-    final = " and the final hidden states" if config.appends_final_state else ""
+    final = " and the final hidden states" if config.feature_ends_with_final_state else ""
     return f"that reads layer boundaries {', '.join(map(str, config.layer_boundaries))}{final}"

@@ -33,7 +33,7 @@ from paceline import LLM, SamplingParams
 from paceline.drafters import open_head_files
 from paceline.drafters.block.checkpoint import open_block_checkpoint
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.drafter import MAX_DEFERRED_ROWS, MAX_PENDING_ROWS, BlockDrafter, best_first_tree
+from paceline.drafters.block.drafter import MAX_DEFERRED_CONTEXT_ROWS, MAX_PENDING_CONTEXT_ROWS, BlockDrafter, best_first_tree
 from paceline.drafters.block.network import PendingContext
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.head_files import HeadFiles
@@ -122,7 +122,7 @@ def test_dspark_drafter_with_a_dflash_config_is_recognised(tmp_path: Path) -> No
     tensors = block_tensors(markov="vanilla", confidence=True)
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
     config = read_block_config(files, TARGET)
-    assert (files.kind, config.sample_from_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
+    assert (files.kind, config.sample_from_anchor, config.confidence_reads_markov_embedding) == (HeadKind.DSPARK, None, True)
     assert open_block_checkpoint(files, config, TARGET).lookup_tables.keys() == {"markov_w1"}
 
 
@@ -493,7 +493,7 @@ def test_block_drafter_skips_context_passes_while_drafting_does_not_pay(tmp_path
         (output,) = llm.generate([[7, 9] * 40], sampling, speculation={"trees": True})
     counts = [one.rows.num_rows for one in passes]
     assert counts[0] == 80
-    assert MAX_PENDING_ROWS < counts[1] <= MAX_DEFERRED_ROWS
+    assert MAX_PENDING_CONTEXT_ROWS < counts[1] <= MAX_DEFERRED_CONTEXT_ROWS
     assert max(counts[2:]) <= 7
     late = passes[1]
     first = 80 + num_plain - 1 - counts[1]
@@ -566,5 +566,5 @@ def test_dropped_context_positions_are_unknown_to_later_requests(tmp_path: Path,
 
         monkeypatch.setattr(context, "drop_oldest_pending", drop_and_look)
         monkeypatch.setattr(llm.engine.speculator.policy, "skip_reason", lambda *_: SkipReason.UNPROFITABLE)
-        llm.generate([[7, 9]], SamplingParams(max_tokens=MAX_DEFERRED_ROWS + 20, ignore_eos=True))
-    assert dropped == [MAX_PENDING_ROWS + 1]
+        llm.generate([[7, 9]], SamplingParams(max_tokens=MAX_DEFERRED_CONTEXT_ROWS + 20, ignore_eos=True))
+    assert dropped == [MAX_PENDING_CONTEXT_ROWS + 1]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from harness.model_configs import make_config
 from paceline.drafters.head_files import HeadFiles, check_target_sizes, is_head_file, strip_prefixes
-from paceline.drafters.head_kinds import METHOD_FILE_NAMES, HeadKind
+from paceline.drafters.head_kinds import MEDUSA_AND_HYDRA_FILE_NAMES, HeadKind
 from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
@@ -94,7 +94,7 @@ def test_head_kind_is_detected_from_files_config_and_tensors(
 
 
 def test_method_specific_head_file_is_preferred_to_safetensors(tmp_path: Path) -> None:
-    order = [*METHOD_FILE_NAMES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
+    order = [*MEDUSA_AND_HYDRA_FILE_NAMES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
     for index, file in enumerate(order):
         write(tmp_path, {f"tensor{index}": (2,)}, file=file)
     for index, file in enumerate(order):

@@ -222,8 +222,8 @@ def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
     accuracy = CandidateAccuracy()
     candidates = [[4, 5], [6, 7], [8]]
     accuracy.observe(candidates, [5, 6])  # the first head's second candidate, then the second head's first; the third has no statistics
-    assert accuracy.trials == [1.0, 1.0, 0.0]
-    assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    assert accuracy.num_trials == [1.0, 1.0, 0.0]
+    assert [hits[:2] for hits in accuracy.num_hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     assert accuracy.estimate(7, 0, 0.25) == 0.25
 
 

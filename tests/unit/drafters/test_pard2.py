@@ -53,7 +53,7 @@ def test_pard2_config_of_the_published_form(target: Path, draft: Path, sizes: Mo
     assert prepared.head is not None
     assert prepared.head.kind is HeadKind.PARD2
     config = read_pard2_config(prepared.head, sizes)
-    assert (config.layer_boundaries, config.appends_final_state, config.chunk_order) == ((1, 3), True, (2, 1, 0))
+    assert (config.layer_boundaries, config.feature_ends_with_final_state, config.hidden_state_order) == ((1, 3), True, (2, 1, 0))
     assert (config.mask_token_id, config.scale, config.has_projection_bias, config.feature_size) == (MASK, 0.3, False, 3 * 64)
     assert open_pard2_weights(prepared.head, config)["target_proj.weight"].shape == (64, 3 * 64)
 
@@ -66,7 +66,7 @@ def test_pard2_layers_count_hidden_states_from_either_end(
     layers: list[int], boundaries: tuple[int, ...], has_final_state: bool, order: tuple[int, ...], tmp_path: Path, sizes: ModelConfig
 ) -> None:
     config = config_of(write_pard2(tmp_path / "draft", layers=layers), sizes)
-    assert (config.layer_boundaries, config.has_final_state, config.chunk_order) == (boundaries, has_final_state, order)
+    assert (config.layer_boundaries, config.has_final_state, config.hidden_state_order) == (boundaries, has_final_state, order)
 
 
 def test_pard2_older_field_names_and_defaults_are_read(draft: Path, sizes: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import pytest
 from harness.decoding_rows import text_request
 from paceline.drafters import suffix
 from paceline.drafters.suffix import (
-    MAX_NEXT_TOKENS,
+    MAX_COMPARED_NEXT_TOKENS,
     MAX_SIBLINGS,
     MIN_MATCH_TOKENS,
     MIN_PATH_PROB,
@@ -37,7 +37,9 @@ def law(text: Sequence[int], context: Sequence[int], min_match: int, max_match: 
         if ends:
             tokens = [text[end] for end in ends]
             last = {token: end for end, token in zip(ends, tokens, strict=True)}
-            ranked = sorted(list(dict.fromkeys(tokens))[:MAX_NEXT_TOKENS], key=lambda token: (-tokens.count(token), -last[token], token))
+            ranked = sorted(
+                list(dict.fromkeys(tokens))[:MAX_COMPARED_NEXT_TOKENS], key=lambda token: (-tokens.count(token), -last[token], token)
+            )
             return [(token, tokens.count(token) / len(tokens)) for token in ranked[:MAX_SIBLINGS]]
     return []
 

@@ -29,15 +29,15 @@ def loaded_target(weight_bits: float, draft_quantization: str, device: str = "cp
         (4.5, "none", "cpu", None), (32.0, "int4", "cpu", 4), (4.5, "int8", "cpu", 8),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("has_target_lm_head", [False, True])
+@pytest.mark.parametrize("uses_target_lm_head", [False, True])
 def test_heads_are_quantised_as_draft_models_and_copy_the_lm_head_only_on_request(
-    has_target_lm_head: bool, weight_bits: float, setting: str, device: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
+    uses_target_lm_head: bool, weight_bits: float, setting: str, device: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE_GB", "0")
     values = np.ones((32, 64), np.float32)
     weights = Weights({name: Tensor(values, WeightType.F32, values.shape) for name in ("fc.weight", "lm_head.weight")})
     target = loaded_target(weight_bits, setting, device)
-    found = target.quantize(weights, (), has_target_lm_head=has_target_lm_head)
+    found = target.quantize(weights, (), uses_target_lm_head=uses_target_lm_head)
     assert target.copies_lm_head == (setting.startswith("int"))
-    is_kept = bits is None or (has_target_lm_head and setting == "auto")
+    is_kept = bits is None or (uses_target_lm_head and setting == "auto")
     assert (found.tensor_info("fc.weight").bits, found.tensor_info("lm_head.weight").bits) == (bits, None if is_kept else 8)

@@ -33,13 +33,14 @@ _INTERNAL_MODULE_NAMES = {
     "markov_head.markov_w2": "markov_output",
     SELECTOR_PREFIX + "hidden_projection": "selector",
 }
-_CODEBOOKS = ("predecessor_codebook", "successor_codebook")
+_CODEBOOK_NAMES = ("predecessor_codebook", "successor_codebook")  # tensors of DFlash2's selector, without `SELECTOR_PREFIX`
 _LOOKUP_TABLE_NAMES = {
     "markov_head.markov_w1.weight": "markov_w1",
     SELECTOR_PREFIX + "predecessor_codebook": "predecessor",
     SELECTOR_PREFIX + "successor_codebook": "successor",
 }
-_SMALL_MODULE_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
+_NUMPY_MODULE_NAMES = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
+"""Modules that are converted to float32 and multiplied with NumPy: name in the file -> internal name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class BlockCheckpoint:
     config: BlockConfig
     weights: Weights  # weights of the networks, by the names used in `network.py`; without lm_head if the drafter uses the target's
     lookup_tables: Mapping[str, AnyTensor]  # read by row: `markov_w1` [V, r], DFlash2's `predecessor` [V, r] and `successor` [V or Vd, r]
-    small_tensors: Mapping[str, NDArray[np.float32]]  # weights multiplied with NumPy: modules `gate`, `joint` (Markov head), `confidence`
+    numpy_tensors: Mapping[str, NDArray[np.float32]]  # modules that NumPy multiplies: `gate`, `joint` (Markov head), `confidence`
     mask_embedding: NDArray[np.float32] | None  # [E] embedding of the mask token; None = its row of the embedding table
     target_ids: NDArray[np.int64] | None  # [Vd] target id of each draft id, ascending; None = draft ids are target ids
 
@@ -66,13 +67,13 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
     files.check_shapes(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *ignored])
-    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL_MODULE_NAMES}
+    numpy_tensors = {name for name in used if name.rpartition(".")[0] in _NUMPY_MODULE_NAMES}
     tensors = {
         names.get(name) or rename_module(name, _INTERNAL_MODULE_NAMES): files.matrix(name, num_threads)
         for name in used
-        if name not in small_tensors and name not in _LOOKUP_TABLE_NAMES
+        if name not in numpy_tensors and name not in _LOOKUP_TABLE_NAMES
     }
-    for name in [name for name in tensors if name.endswith("_base.weight")]:  # convolution kernels [2, kernel size, E]
+    for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, kernel size, E]: kernels before and after a layer part
         values = np.ascontiguousarray(as_float32(tensors[name])).reshape(-1)
         tensors[name] = Tensor(values, WeightType.F32, values.shape)
     if not is_neox_rope(merged_config_fields(files)):
@@ -81,7 +82,7 @@ def open_block_checkpoint(files: HeadFiles, config: BlockConfig, target: ModelCo
         config,
         Weights(tensors),
         {table: files.matrix(name, num_threads) for name, table in _LOOKUP_TABLE_NAMES.items() if name in used},
-        {rename_module(name, _SMALL_MODULE_NAMES): as_float32(files.matrix(name)) for name in small_tensors},
+        {rename_module(name, _NUMPY_MODULE_NAMES): as_float32(files.matrix(name)) for name in numpy_tensors},
         None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_EMBEDDING_FILE), config),
         read_target_ids(files, config.layers.vocab_size, target),
     )
@@ -140,20 +141,20 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, str
     if config.markov is MarkovKind.RNN:
         required |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
     if config.has_confidence:
-        width = hidden + (rank if config.has_markov_confidence else 0)
+        width = hidden + (rank if config.confidence_reads_markov_embedding else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
-    if config.num_candidates:
-        rank, before, after = (files.num_rows(SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
+    if config.num_rescored_tokens:
+        rank, before, after = (files.num_rows(SELECTOR_PREFIX + name) for name in ("hidden_projection.weight", *_CODEBOOK_NAMES))
         required[SELECTOR_PREFIX + "hidden_projection.weight"] = (rank, hidden)
-        required[SELECTOR_PREFIX + _CODEBOOKS[0]] = (before, rank)
-        required[SELECTOR_PREFIX + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
+        required[SELECTOR_PREFIX + _CODEBOOK_NAMES[0]] = (before, rank)
+        required[SELECTOR_PREFIX + _CODEBOOK_NAMES[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     ignored = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return names, required, optional, ignored
 
 
 def _layer_tensors(files: HeadFiles, layers: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
-    """Return what `head_files.layer_tensors` does, plus attention sinks under either name, and convolutions."""
+    """Return the names and shapes of `head_files.layer_tensors`, of convolutions, and of attention sinks by their name in the file."""
     names, required, optional = layer_tensors(layers)
     for index, layer in enumerate(layers.layers):
         other, usual = (f"layers.{index}.{name}" for name in SINK_TENSOR_NAMES)

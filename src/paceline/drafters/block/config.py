@@ -47,19 +47,20 @@ _MUSE_GLIMMER_DEFAULTS = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
+"""Defaults of transformers for config fields that checkpoints of Muse Glimmer's assistant may leave out."""
 _UNSUPPORTED_KEY_PREFIXES = ("lilicorr", "shared_kv")
 """Prefixes of config keys that describe network parts which are not supported: a drafter with such a key is refused."""
 _UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
 _GEMMA4_ARCHITECTURE = "Gemma4DSpark"
-_MAX_CANDIDATES = 1024
+_MAX_RESCORED_TOKENS = 1024
 
 
 class MarkovKind(Enum):
-    """Input from which the Markov head of DSpark computes its logits bias."""
+    """What the logits bias of DSpark's Markov head is computed from."""
 
-    VANILLA = "vanilla"  # from the previous token
-    GATED = "gated"  # from the previous token and the row's hidden state
-    RNN = "rnn"  # from all tokens drafted so far, summarised in a recurrent state
+    VANILLA = "vanilla"  # the previous token only
+    GATED = "gated"  # the previous token and the row's hidden state
+    RNN = "rnn"  # all tokens drafted so far, summarised in a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class BlockConfig:
     kind: HeadKind
     layers: ModelConfig  # sizes of the drafter's decoder layers; their `vocab_size` is the number of ids that it can draft
     target_hidden_size: int
-    layer_boundaries: tuple[int, ...]  # the drafter reads their hidden states, in this order; boundary b is the input of layer b
+    layer_boundaries: tuple[int, ...]  # where the drafter reads hidden states, in this order; boundary b is the input of layer b
     block_size: int  # maximum number of rows of a block, the row of the anchor included
     mask_token_id: int  # input token of all rows after the row of the anchor
     embedding_scale: float = 1.0  # factor of the token embeddings
@@ -82,8 +83,8 @@ class BlockConfig:
     sample_from_anchor: bool | None = None
     markov: MarkovKind | None = None  # kind of the Markov head, whose logits bias depends on drafted tokens; None = no such head
     has_confidence: bool = False  # there is a confidence head, which predicts the probability that a draft token is accepted
-    has_markov_confidence: bool = False  # the confidence head also reads the Markov embedding of the previous token
-    num_candidates: int = 0  # most probable tokens of a row that DFlash2's selector scores again; 0 = there is no selector
+    confidence_reads_markov_embedding: bool = False  # the confidence head also reads the Markov embedding of the previous token
+    num_rescored_tokens: int = 0  # how many top tokens of each row DFlash2's selector rescores; 0 = no selector
     has_own_lm_head: bool = False  # the drafter uses the lm_head in its file; False: it uses the target's
     has_own_embedding: bool = False  # the drafter uses the embedding in its file; False: it uses the target's
 
@@ -152,15 +153,15 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         markov=_read_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
         # by default, the confidence head reads the Markov embedding if its input is wider than the hidden state
-        has_markov_confidence=fields.flag("confidence_head_with_markov", default=confidence_size > layers.hidden_size),
-        num_candidates=_read_num_candidates(files, fields),
+        confidence_reads_markov_embedding=fields.flag("confidence_head_with_markov", default=confidence_size > layers.hidden_size),
+        num_rescored_tokens=_read_num_rescored_tokens(files, fields),
         has_own_lm_head=has_own_lm_head,
         has_own_embedding=layers.hidden_size != target.hidden_size,
     )
 
 
 def _read_own_lm_head(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
-    """Return the number of rows of the file's lm_head, and whether to use it. A copy of the target's, by its shape, is not used."""
+    """Return the row count of the file's lm_head, and whether to use it: not if it is a copy of the target's (same shape, no `d2t`)."""
     if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
@@ -198,13 +199,13 @@ def _check_config_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfi
             raise CheckpointError(f"{fields.path}: {name} = {configured}, and the tensors of {files.path} have {size}: download both again")
 
 
-def _read_num_candidates(files: HeadFiles, fields: JsonFields) -> int:
-    """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is no selector."""
+def _read_num_rescored_tokens(files: HeadFiles, fields: JsonFields) -> int:
+    """Return how many top tokens of each row DFlash2's selector rescores; 0 = there is no selector."""
     if not any(name.startswith(SELECTOR_PREFIX) for name in files.tensors):
         if files.kind is HeadKind.DFLASH2:
             raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR_PREFIX}*: the file is damaged, download it again")
         return 0
-    return fields.integer("selector_top_k", 16, maximum=_MAX_CANDIDATES)
+    return fields.integer("selector_top_k", 16, maximum=_MAX_RESCORED_TOKENS)
 
 
 def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
@@ -445,7 +446,7 @@ def default_sample_from_anchor(files: HeadFiles) -> bool:
 
 
 def describe_drafted_position(*, sample_from_anchor: bool, is_known: bool) -> str:
-    """Describe for the user which position a row drafts. `is_known` is False for a first assumption (`MIN_ANCHOR_DETECTION_LEAD`)."""
+    """Describe for the user which position a row drafts. `is_known`: it is in the config or was detected."""
     place = "the token after its own position" if sample_from_anchor else "the token at its own position"
     return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
 

@@ -18,34 +18,34 @@ class ContextCache(HeadCache):
     def append_hidden_states(self, request: Request, start: int, hidden_states: FloatArray) -> int:
         """Store the target's hidden states [T, F] of positions `start`, `start` + 1, …; return how many positions lack context rows."""
         slots = self._add_hidden_states(request, start, hidden_states)
-        return slots.num_observed - slots.end_slot
+        return slots.num_observed_positions - slots.end_slot
 
     def pending_context(self, request: Request) -> PendingContext | None:
         """Return the committed positions whose context keys and values are not computed yet; None if there are none."""
         slots = self._slots.get(request)
-        if slots is None or slots.end_slot == slots.num_observed:
+        if slots is None or slots.end_slot == slots.num_observed_positions:
             return None
         table = np.array(request.cached_sequence.block_table, np.int32)
-        rows = RowRange(0, slots.num_observed - slots.end_slot, slots.end_slot, table, None, min(slots.end_slot, slots.first_slot))
+        rows = RowRange(0, self.num_pending(request), slots.end_slot, table, None, min(slots.end_slot, slots.first_slot))
         return PendingContext(slots.join_pending(), rows)
 
     def drop_oldest_pending(self, request: Request, num_kept: int) -> None:
         """Drop all pending positions but the last `num_kept`. Later drafts attend neither to dropped positions nor to those before them."""
         slots = self._slots.get(request)
-        if slots is None or slots.num_observed - slots.end_slot <= num_kept:
+        if slots is None or slots.num_observed_positions - slots.end_slot <= num_kept:
             return
-        num_dropped = slots.num_observed - num_kept - slots.end_slot
+        num_dropped = slots.num_observed_positions - num_kept - slots.end_slot
         self._advance_end(request, slots, request.token_ids[slots.end_slot : slots.end_slot + num_dropped], is_computed=False)
         slots.first_slot = slots.end_slot
-        while num_dropped >= len(slots.pending[0]):
-            num_dropped -= len(slots.pending.pop(0))
-        slots.pending[0] = slots.pending[0][num_dropped:].copy()  # a view would keep the dropped rows in memory
+        while num_dropped >= len(slots.pending_hidden_states[0]):
+            num_dropped -= len(slots.pending_hidden_states.pop(0))
+        slots.pending_hidden_states[0] = slots.pending_hidden_states[0][num_dropped:].copy()  # a view would keep the dropped rows in memory
 
     def mark_computed(self, request: Request) -> None:
         """Record that the keys and values of all pending positions are now cached."""
         slots = self._slots[request]
-        self._advance_end(request, slots, request.token_ids[slots.end_slot : slots.num_observed])
-        slots.pending = []
+        self._advance_end(request, slots, request.token_ids[slots.end_slot : slots.num_observed_positions])
+        slots.pending_hidden_states = []
 
     def draft_row_range(self, request: Request, num_rows: int, num_used_spare_blocks: int) -> RowRange | None:
         """Return the cache rows for a draft; None if context rows of the request are missing or spare blocks run out.
@@ -65,13 +65,13 @@ class ContextCache(HeadCache):
 
     def has_all_hidden_states(self, request: Request) -> bool:
         """Return whether hidden states of all tokens of the request but the last have been received."""
-        slots = self._slots.get(request)
-        return slots is not None and slots.num_observed == len(request.token_ids) - 1 and slots.sequence is request.cached_sequence
+        slots, last_position = self._slots.get(request), len(request.token_ids) - 1
+        return slots is not None and slots.num_observed_positions == last_position and slots.sequence is request.cached_sequence
 
     def num_pending(self, request: Request) -> int:
         """Return the number of committed positions without context rows."""
         slots = self._slots.get(request)
-        return 0 if slots is None else slots.num_observed - slots.end_slot
+        return 0 if slots is None else slots.num_observed_positions - slots.end_slot
 
     def _create_slots(self, request: Request, start: int) -> HeadSlots:
         if start == 0:

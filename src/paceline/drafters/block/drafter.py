@@ -4,11 +4,11 @@ The block's input is the last committed token, called the anchor, and mask token
 the target's hidden states, once for each committed position. The drafter does not run the prompt itself.
 
 Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), DDTree of mlx-vlm. Deviations: every accepted token is drawn by the
-target; a draft may be shorter than the block; a tree gets the nodes with the highest acceptance probability per row of the target's pass.
+target; a draft may be shorter than the block; a tree contains the nodes most likely to be accepted, one for each row of the budget.
 
-Context rows are the drafter's keys and values of committed tokens, computed from the target's hidden states. Those of a prompt are computed
-after each of its chunks, those of generated tokens before the next draft. If a request goes without drafts for long, the oldest of its
-missing context rows are dropped. Later drafts do not attend to that text.
+The cached keys and values are called context rows. Those of a prompt are computed after each of its chunks, those of generated tokens
+before the next draft. If a request goes without drafts for long, the oldest context rows that are not computed yet are dropped. Later
+drafts do not attend to that text.
 """
 
 import math
@@ -32,8 +32,8 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
-MAX_PENDING_ROWS = 64  # if more context rows of a prompt are missing, `observe` computes them, so that the next draft does not take long
-MAX_DEFERRED_ROWS = 256  # if a request without drafts lacks more context rows, the oldest are dropped
+MAX_PENDING_CONTEXT_ROWS = 64  # `observe` computes context rows of a prompt if more are pending: the next draft then takes less time
+MAX_DEFERRED_CONTEXT_ROWS = 256  # if a request without drafts has more pending context rows, the oldest of them are dropped
 MIN_ANCHOR_DETECTION_LEAD, MAX_ANCHOR_DETECTION_COMPARISONS = 4, 24
 """If the config lacks `sample_from_anchor`, the first two rows of each block are compared with the next token of the target. The row that
 leads by MIN_ANCHOR_DETECTION_LEAD correct predictions, or after MAX_ANCHOR_DETECTION_COMPARISONS comparisons, is the first that drafts."""
@@ -45,7 +45,7 @@ class BlockDrafter(Drafter):
     Args:
         head: the drafter's networks.
         cache: the target's KV cache; the drafter's context rows use the same block tables.
-        vocab_size: V of the target; ids from it on are never drafted.
+        vocab_size: V of the target; ids >= V are never drafted.
         sample_from_anchor: whether the anchor's row drafts, see `BlockConfig`; only a first assumption if the config does not specify it.
         tree_width: draft tokens after each node; 1 = a chain.
     """
@@ -61,7 +61,8 @@ class BlockDrafter(Drafter):
         self._prefill_time = PrefillTime()
         self._last_request_accepted_drafts = True  # whether the last finished request that drafted had accepted draft tokens
         summary_options = self._sampler.summary_options(tree_width)
-        head.summary_options = replace(summary_options, num_top_tokens=config.num_candidates) if config.num_candidates else summary_options
+        num_top_tokens = config.num_rescored_tokens or summary_options.num_top_tokens
+        head.summary_options = replace(summary_options, num_top_tokens=num_top_tokens)
         self._is_detecting_anchor_use = config.sample_from_anchor is None
         self._num_first_row_comparisons, self._first_row_lead = 0, 0  # lead: correct predictions of row 0 minus row 1
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position and most probable tokens of the first two rows
@@ -76,17 +77,17 @@ class BlockDrafter(Drafter):
             num_pending = self.context_cache.append_hidden_states(committed.request, committed.first_position, hidden_states)
             request, stats = committed.request, committed.request.stats
             if request.is_finished:  # a later request may begin with this text: its drafts then need these rows
-                is_due = num_pending <= MAX_PENDING_ROWS or stats.num_accepted_tokens > 0
+                is_due = num_pending <= MAX_PENDING_CONTEXT_ROWS or stats.num_accepted_tokens > 0
                 if stats.num_draft_tokens > 0:
                     self._last_request_accepted_drafts = stats.num_accepted_tokens > 0
             else:
                 is_prompt = committed.first_position < request.num_prompt_tokens or request.num_uncached > 1
-                is_prefill = is_prompt or committed.num_rows > MAX_PENDING_ROWS
-                is_due = is_prefill and self._last_request_accepted_drafts and num_pending > MAX_PENDING_ROWS
+                is_prefill = is_prompt or committed.num_rows > MAX_PENDING_CONTEXT_ROWS
+                is_due = is_prefill and self._last_request_accepted_drafts and num_pending > MAX_PENDING_CONTEXT_ROWS
             if is_due:
                 to_compute.append(request)
-            elif num_pending > MAX_DEFERRED_ROWS:
-                self.context_cache.drop_oldest_pending(request, MAX_DEFERRED_ROWS - MAX_PENDING_ROWS)
+            elif num_pending > MAX_DEFERRED_CONTEXT_ROWS:
+                self.context_cache.drop_oldest_pending(request, MAX_DEFERRED_CONTEXT_ROWS - MAX_PENDING_CONTEXT_ROWS)
         self._compute_pending_contexts(to_compute)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -146,7 +147,7 @@ class BlockDrafter(Drafter):
         start_s = perf_counter()
         try:
             self.head.run_context(contexts)
-        except BaseException:  # an interrupted pass may have left cache rows unwritten: drop them all
+        except BaseException:  # an interrupted pass may have left cache rows unwritten: none of these requests' rows can be used
             for request in requests:
                 self.context_cache.release(request)
             raise
@@ -157,7 +158,7 @@ class BlockDrafter(Drafter):
     def _draft_blocks(self, group: Sequence[tuple[DraftBlock, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
-        is_biased, has_selector = self.head.markov_rank > 0, self.head.config.num_candidates > 0
+        is_biased, has_selector = self.head.markov_rank > 0, self.head.config.num_rescored_tokens > 0
         num_undrafted = 0 if self.sample_from_anchor else 1
         sampling = None if is_biased or has_selector else _block_noise_sampling(group, num_undrafted)
         output = self.head.run_block([block for block, _ in group], sampling)
@@ -182,12 +183,12 @@ class BlockDrafter(Drafter):
             first += count
         return trees
 
-    def _unbiased_tree(self, draft: GrowingDraft, summaries: Sequence[LogitsSummary], logits: FloatArray) -> DraftTree | None:
-        """Return the tree or chain of a DFlash block, whose rows do not depend on one another's tokens."""
+    def _unbiased_tree(self, draft: GrowingDraft, row_summaries: Sequence[LogitsSummary], logits: FloatArray) -> DraftTree | None:
+        """Return the tree or chain of a DFlash block, from the top tokens (`row_summaries`) or logits of its independent rows."""
         request, width = draft.request, draft.width
         if draft.uses_top_tokens:
             is_greedy = request.params.is_greedy
-            tokens = [self._sampler.sample_from_top_tokens(row, width, is_greedy=is_greedy) for row in summaries[: draft.depth]]
+            tokens = [self._sampler.sample_from_top_tokens(row, width, is_greedy=is_greedy) for row in row_summaries[: draft.max_depth]]
 
         def tokens_after(path: Sequence[int]) -> DraftTokens:
             if draft.uses_top_tokens:
@@ -195,16 +196,16 @@ class BlockDrafter(Drafter):
             return self._sampler.sample(request, path, logits[len(path)], width, needs_draft_probs=draft.budget.needs_draft_probs)
 
         if width > 1:
-            return best_first_tree(request.token_ids[-1], draft.budget, draft.depth, tokens_after, self.name)
-        for _ in range(draft.depth):
+            return best_first_tree(request.token_ids[-1], draft.budget, draft.max_depth, tokens_after, self.name)
+        for _ in range(draft.max_depth):
             if draft.frontier:
                 draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
         return draft.to_tree(self.name)
 
-    def _add_rescored_levels(self, draft: GrowingDraft, summaries: Sequence[LogitsSummary], selector_vectors: FloatArray) -> None:
-        """Draft one level after another with DFlash2: score the top tokens of each row again, given the token drafted before them."""
-        for level in range(draft.depth):
-            nodes, (log_sum, _, scores, ids) = draft.frontier, summaries[level]
+    def _add_rescored_levels(self, draft: GrowingDraft, row_summaries: Sequence[LogitsSummary], selector_vectors: FloatArray) -> None:
+        """Draft one level after another with DFlash2: rescore the top tokens of each row, given the token drafted before them."""
+        for level in range(draft.max_depth):
+            nodes, (log_sum, _, scores, ids) = draft.frontier, row_summaries[level]
             if not nodes:
                 return
             count = ids.index(-1) if -1 in ids else len(ids)
@@ -227,13 +228,13 @@ class BlockDrafter(Drafter):
         """Draft one level after another with DSpark: add the bias that depends on the tokens drafted before to each row of logits.
 
         Args:
-            logits: [D, Vd] logits of the rows that draft.
-            hidden: [B, E] hidden states of all rows of the block.
+            logits: [n, Vd] logits of the n rows that draft.
+            hidden: [block_size, E] hidden states of all rows of the block.
         """
         head, anchor = self.head, draft.request.token_ids[-1]
         states = {0: head.first_markov_state(anchor, hidden[0], sample_from_anchor=self.sample_from_anchor)}
         hidden = hidden[len(hidden) - len(logits) :]
-        for level in range(draft.depth):
+        for level in range(draft.max_depth):
             nodes = draft.frontier
             if not nodes:
                 return
@@ -280,8 +281,8 @@ def best_first_tree(
 
     Args:
         root: the last committed token.
-        depth: maximum number of draft tokens on a path.
-        tokens_after: returns the possible next tokens after the draft tokens of a path.
+        budget, depth: maximum number of rows of the tree, and of draft tokens on a path.
+        tokens_after: returns the possible next tokens after the draft tokens of a path, and their probabilities.
         source: name of the drafter.
     """
 
@@ -296,10 +297,10 @@ def best_first_tree(
 
 
 def _block_noise_sampling(group: Sequence[tuple[DraftBlock, GrowingDraft]], first_drafting_row: int) -> RowSampling | None:
-    """Return how to draw a token from each row, from `first_drafting_row` on, with the target's noise of the drafted position."""
+    """Return noise keys and temperatures to draw a token from each drafting row, with the target's noise for the position it drafts."""
     return target_noise_sampling(
         [
-            (draft.request, row - first_drafting_row) if draft.needs_draw and row >= first_drafting_row else None
+            (draft.request, row - first_drafting_row) if draft.draws_tokens and row >= first_drafting_row else None
             for block, draft in group
             for row in range(block.rows.num_rows)
         ]

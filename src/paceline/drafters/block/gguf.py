@@ -44,7 +44,8 @@ _TENSOR_NAMES = {
     "selector_hidden.weight": SELECTOR_PREFIX + "hidden_projection.weight",
 }
 _OPTIONAL_FIELDS = ("block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_FACTOR_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_value_scale")
+_ZERO_IF_ABSENT_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_value_scale")
+"""Fields for which llama.cpp writes 0 if the model does not have them."""
 _CONFIDENCE_TENSOR = "confidence_head.proj.weight"
 
 
@@ -89,9 +90,9 @@ def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str,
         windows["layer_types"] = ["sliding_attention"] * num_layers
     values |= windows
     values["is_causal"] = fields.architecture_value(GGUF_KEY_BY_FIELD["is_causal"]) or False
-    for name in (*_OPTIONAL_FIELDS, *_FACTOR_FIELDS):
+    for name in (*_OPTIONAL_FIELDS, *_ZERO_IF_ABSENT_FIELDS):
         value = fields.architecture_value(GGUF_KEY_BY_FIELD[name])
-        if value is not None and not (value == 0 and name in _FACTOR_FIELDS):  # llama.cpp writes the factor 0 if there is none
+        if value is not None and not (value == 0 and name in _ZERO_IF_ABSENT_FIELDS):
             values[name] = value
     mask, layers = (fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEY_BY_FIELD["target_layer_ids"]))
     values["mask_token_id"] = fields.architecture_value("mask_token_id") if mask is None else mask
@@ -104,7 +105,7 @@ def _read_config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str,
 
 
 def _check_rope_sections(fields: GgufFields) -> None:
-    """Check that multimodal rotary embeddings (mrope) have one section other than 0: they are then equal to plain rotary embeddings."""
+    """Check that only the first section of a multimodal rotary embedding (mrope) is not 0: the embedding is then equal to a plain one."""
     sections = fields.architecture_value("rope.dimension_sections")
     if sections is not None and (not isinstance(sections, list) or any(section != 0 for section in sections[1:])):
         fields.raise_invalid("rope.dimension_sections", sections, "a single section that is not 0")

@@ -2,8 +2,8 @@
 
 `context_network` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_network` runs
 the last committed token, called the anchor, and mask tokens; their keys and values are not kept. DSpark adds a bias to each row of logits
-that depends on the tokens drafted so far (`markov_bias_network`). DFlash2 scores the most probable tokens of each row again, depending on
-the token drafted before them (`BlockHead.rescore_candidates`).
+that depends on the tokens drafted so far (`markov_bias_network`). DFlash2 rescores the most probable tokens of each row, depending on the
+token drafted before them (`BlockHead.rescore_candidates`).
 
 Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
@@ -26,18 +26,18 @@ from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import HeadPlacement, load_head
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
-BOUNDARY, EMBEDDING, LATENT, BASE_LOGITS = "boundary", "embedding", "latent", "base"
+BOUNDARY, EMBEDDING, MARKOV_LATENT, BASE_LOGITS = "boundary", "embedding", "latent", "base"
 SELECTOR_VECTORS = "selector_vectors"
-"""Inputs: target hidden states, one input `boundary.0`, … per layer boundary; token embeddings of a block; latent vectors of the Markov
-head; logits before their bias. Result: the vectors with which DFlash2's selector scores candidates."""
+"""Names of inputs: the target's hidden states at a layer boundary (`boundary.0`, …), token embeddings of a block, latent vectors of the
+Markov head, logits before their bias. Name of a result: the vector of each row with which DFlash2's selector rescores its top tokens."""
 
 
 def context_network(config: BlockConfig) -> NetworkDefinition:
     """Return the network that computes and caches keys and values of committed positions."""
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
-        chunks = [ops.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
-        (mixed,) = ops.linear(ops.concat(*chunks), "fc")
+        hidden_states = [ops.input(f"{BOUNDARY}.{index}", config.target_hidden_size) for index in range(len(config.layer_boundaries))]
+        (mixed,) = ops.linear(ops.concat(*hidden_states), "fc")
         context, stored = ops.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
@@ -68,7 +68,7 @@ def block_network(config: BlockConfig) -> NetworkDefinition:
             logits = ops.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = ops.soft_cap(logits, config.logit_soft_cap)
-        vectors = {SELECTOR_VECTORS: ops.linear(hidden, "selector")[0]} if config.num_candidates else {}
+        vectors = {SELECTOR_VECTORS: ops.linear(hidden, "selector")[0]} if config.num_rescored_tokens else {}
         return {LOGITS: logits, HIDDEN_STATES: hidden, **vectors}
 
     return define_network
@@ -78,7 +78,7 @@ def markov_bias_network(config: BlockConfig, markov_rank: int) -> NetworkDefinit
     """Return the network that turns latent vectors [T, r] of DSpark's Markov head into a bias, and adds it to `logits` [R, Vd]."""
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
-        bias = ops.lm_head(ops.logits_rows(ops.input(LATENT, markov_rank)), "markov_output")
+        bias = ops.lm_head(ops.logits_rows(ops.input(MARKOV_LATENT, markov_rank)), "markov_output")
         return {LOGITS: ops.add(bias, ops.logits_rows(ops.input(BASE_LOGITS, config.layers.vocab_size)))}
 
     return define_network
@@ -96,7 +96,7 @@ class PendingContext:
 class DraftBlock:
     """Input rows that draft a block for one request."""
 
-    anchor: int  # the last committed token, the block's first input token; the others are mask tokens
+    anchor_id: int  # id of the last committed token, the first input token of the block; the others are mask tokens
     rows: RowRange  # cache rows of the block, the anchor's row first
 
 
@@ -119,7 +119,7 @@ class BlockHead:
         self, checkpoint: BlockCheckpoint, tensors: Mapping[str, AnyTensor], embedding: AnyTensor, **placement: Unpack[HeadPlacement]
     ) -> None:
         config = checkpoint.config
-        self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
+        self.config, self.target_ids, self._numpy_tensors = config, checkpoint.target_ids, checkpoint.numpy_tensors
         self._tables = checkpoint.lookup_tables
         self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = load_head(context_network(config), config.layers, Weights(dict(tensors)), **placement)
@@ -148,7 +148,7 @@ class BlockHead:
         """Run one pass over the blocks of several requests; return the logits of all rows, in the order of the requests."""
         starts = [0, *accumulate(block.rows.num_rows for block in blocks)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
-        token_ids[starts[:-1]] = [block.anchor for block in blocks]
+        token_ids[starts[:-1]] = [block.anchor_id for block in blocks]
         rows = embedding_rows(self._embedding, token_ids, self._unscaled_config, WeightType.F32)
         if self._mask_embedding is not None:
             rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_embedding
@@ -163,7 +163,7 @@ class BlockHead:
         if self._markov_network is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latents), dtype=np.int32)
-        inputs = {LATENT: latents, BASE_LOGITS: base_logits}
+        inputs = {MARKOV_LATENT: latents, BASE_LOGITS: base_logits}
         return self._markov_network.forward(inputs, ForwardBatch(rows, ()), LogitsRows(rows, self.summary_options, sampling))
 
     def markov_embedding(self, token_id: int) -> FloatArray:
@@ -175,7 +175,7 @@ class BlockHead:
     def rescore_candidates(
         self, previous_token_ids: Sequence[int], selector_vector: FloatArray, token_ids: IntArray, scores: FloatArray
     ) -> FloatArray:
-        """Score the candidate tokens of a row again with DFlash2's selector; return [n, k] scores, given each possible token before.
+        """Rescore the candidate tokens of a row with DFlash2's selector; return [n, k] scores, given each of n possible previous tokens.
 
         Args:
             previous_token_ids: [n] the possible tokens before the candidates.
@@ -187,13 +187,13 @@ class BlockHead:
             token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
         return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
-    def first_markov_state(self, anchor: int, hidden: FloatArray, *, sample_from_anchor: bool) -> FloatArray:
+    def first_markov_state(self, anchor_id: int, hidden: FloatArray, *, sample_from_anchor: bool) -> FloatArray:
         """Return the Markov head's recurrent state [r] before the first row that drafts, given the anchor's hidden state [E].
 
         If the anchor's row drafts nothing, the anchor still updates the state, as in speculators' training.
         """
         state = np.zeros(self.markov_rank, np.float32)
-        return state if sample_from_anchor else self.markov_latent(self.markov_embedding(anchor), hidden, state)[1]
+        return state if sample_from_anchor else self.markov_latent(self.markov_embedding(anchor_id), hidden, state)[1]
 
     def markov_latent(self, embedding: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] from which a row's logits bias is computed, and the next recurrent state [r].
@@ -205,10 +205,10 @@ class BlockHead:
         """
         kind = self.config.markov
         if kind is MarkovKind.GATED:
-            gate = self._small_tensors["gate.weight"] @ np.concatenate([hidden, embedding]) + self._small_tensors["gate.bias"]
+            gate = self._numpy_tensors["gate.weight"] @ np.concatenate([hidden, embedding]) + self._numpy_tensors["gate.bias"]
             return embedding * _sigmoid(gate), state
         if kind is MarkovKind.RNN:
-            joint = self._small_tensors["joint.weight"] @ np.concatenate([state, embedding, hidden]) + self._small_tensors["joint.bias"]
+            joint = self._numpy_tensors["joint.weight"] @ np.concatenate([state, embedding, hidden]) + self._numpy_tensors["joint.bias"]
             gate, candidate, out = np.split(joint, 3)
             state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
             return np.tanh(out), state
@@ -216,9 +216,9 @@ class BlockHead:
 
     def predict_confidence(self, hidden: FloatArray, embedding: FloatArray) -> float:
         """Predict the acceptance probability of a row's token from the row's hidden state and the previous token's Markov embedding."""
-        inputs = np.concatenate([hidden, embedding]) if self.config.has_markov_confidence else hidden
-        bias = self._small_tensors.get("confidence.bias")
-        return float(_sigmoid(self._small_tensors["confidence.weight"][0] @ inputs + (0.0 if bias is None else bias[0])))
+        inputs = np.concatenate([hidden, embedding]) if self.config.confidence_reads_markov_embedding else hidden
+        bias = self._numpy_tensors.get("confidence.bias")
+        return float(_sigmoid(self._numpy_tensors["confidence.weight"][0] @ inputs + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:

@@ -16,7 +16,7 @@ from paceline.drafters.eagle.config import (
     TENSOR_NAME_ALIASES,
     EagleConfig,
     config_fields,
-    has_final_norm_disabled,
+    disables_final_norm,
     has_nested_config,
 )
 from paceline.drafters.head_files import (
@@ -115,14 +115,14 @@ def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
     speculators files contain copies of target tensors (`verifier_*`). Files in vLLM's format contain norms that the config turns off.
     SpecForge files may contain a final norm that is not applied.
     """
-    if name == LAST_NORM_TENSOR and has_final_norm_disabled(files, config_fields(files)):
+    if name == LAST_NORM_TENSOR and disables_final_norm(files, config_fields(files)):
         return True
     disabled = (FIRST_NORM_TENSOR, LAST_NORM_TENSOR) if files.kind is HeadKind.EAGLE and has_nested_config(files) else ()
     return name.startswith("verifier_") or name in disabled
 
 
 def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[dict[str, str], Shapes, Shapes]:
-    """Return internal names of the layers' tensors, the shapes of required tensors, and of those that are used if the file has them."""
+    """Return internal names of the layers' tensors, the shapes of required tensors, and the shapes of optional tensors."""
     layers, is_eagle1 = config.layers, config.is_eagle1
     hidden, width = layers.hidden_size, config.feature_size
     names, required, optional = layer_tensors(layers)
@@ -143,7 +143,7 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
     if config.has_concat_norm:
         required["input_norm.weight"] = (width,)
     if config.has_boundary_norms:
-        required |= {f"fc_norm.{chunk}.weight": (config.target_hidden_size,) for chunk in range(len(config.layer_boundaries))}
+        required |= {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(len(config.layer_boundaries))}
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK_FEATURE_TENSOR)
         required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
@@ -158,7 +158,7 @@ def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -
 
 
 def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64], row_order: NDArray[np.int64]) -> Tensor:
-    """Return lm_head rows of draft ids, in the order of `ids` (`read_token_map`). The file has rows of these ids only, or of all ids."""
+    """Return the lm_head rows of `ids`. The file has rows of these ids only, or of all. `ids`, `row_order`: see `read_token_map`."""
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids[-1]):
         raise CheckpointError(
             f"{files.path}: token_map has {len(ids)} ids for {lm_head.shape[0]} rows of lm_head.weight; download it again"
@@ -170,8 +170,8 @@ def _select_lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int6
 def open_gguf_eagle(path: Path) -> HeadFiles | None:
     """Open the EAGLE-3 head in a GGUF file, with tensors and config fields as in safetensors files; None if it contains something else.
 
-    GGUF differs in three ways. `d2t` contains target ids, not offsets. The rows of the query and key projections are interleaved for
-    rotary embeddings of neighbours. `extract_layers` lists layer inputs. Quantised matrices stay quantised.
+    GGUF differs in three ways. `d2t` contains target ids, not offsets. The rows of the query and key projections are interleaved, for
+    rotary embeddings that rotate pairs of adjacent values. `extract_layers` lists layer inputs. Quantised matrices stay quantised.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -201,7 +201,7 @@ def _read_gguf_config(file: GgufFile) -> dict[str, Any]:
 def _canonical_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem:
-        return name  # such as d2t
+        return name  # a tensor without module, such as d2t
     if stem.startswith("blk."):
         layer, _, part = stem.removeprefix("blk.").partition(".")
         return f"layers.{layer}.{_GGUF_LAYER_MODULE_NAMES.get(part, part)}.{kind}"

@@ -50,8 +50,8 @@ class EagleConfig(RecurrentHeadConfig):
     has_embedding_norm: bool = False  # the token embedding is normalised: in EAGLE-1 before `fc`, in EAGLE-3 before the attention
     has_feature_norm: bool = False  # EAGLE-1: the feature is normalised before `fc`
     has_input_norm: bool = False  # EAGLE-1: the input of the first attention is normalised
-    has_concat_norm: bool = False  # EAGLE-3: the concatenated hidden states of the layer boundaries are normalised before `fc`
-    has_boundary_norms: bool = False  # EAGLE-3: the hidden states of the layer boundaries are normalised separately before `fc`
+    has_concat_norm: bool = False  # EAGLE-3: the feature, all its concatenated hidden states, is normalised as a whole before `fc`
+    has_boundary_norms: bool = False  # EAGLE-3: each hidden state of the feature is normalised separately before `fc`
     norm_before_residual: bool = False  # EAGLE-3: the first layer's residual is the normalised feature
     has_final_norm: bool = False  # the hidden state is normalised before the lm_head
     has_fc_bias: bool = True  # whether the bias of `fc` is added, if the file has one
@@ -118,7 +118,7 @@ def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig
         options.append(("norm_before_residual", [not config.norm_before_residual]))
     if config.layers.attention.rope.theta != 10000.0 and not files.is_speculators:
         options.append(("rope_theta", [10000.0]))
-    if has_final_norm_disabled(files, fields):
+    if disables_final_norm(files, fields):
         options.append(("final_norm", [not config.has_final_norm]))
     elif (
         config.has_final_norm
@@ -154,13 +154,13 @@ def config_fields(files: HeadFiles) -> JsonFields:
     return JsonFields(values, files.config_path)
 
 
-def has_final_norm_disabled(files: HeadFiles, fields: JsonFields) -> bool:
-    """Return whether `norm_output` is false and turns the final norm off. In speculators files it applies to the predicted feature only."""
+def disables_final_norm(files: HeadFiles, fields: JsonFields) -> bool:
+    """Return whether `norm_output` turns the final norm off. In speculators files, this field affects only the predicted feature."""
     return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
 
 
 def _text_rope_parameters(values: object) -> object:
-    """Choose the rope parameters of text: if given by layer type, those of sliding layers; mrope becomes plain rope."""
+    """Return the rope parameters for text: if given by layer type, those of sliding layers, else all. For text, mrope is plain rope."""
     if not isinstance(values, Mapping):
         return values
     sliding = values.get("sliding_attention")
@@ -228,7 +228,7 @@ def _read_eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, targ
     if norm_before_residual is None:
         norm_before_residual = fields.flag("norm_before_residual", default=False)
     if final_norm is None:
-        final_norm = nested_fields.flag("use_last_layernorm", default=True) and not has_final_norm_disabled(files, fields)
+        final_norm = nested_fields.flag("use_last_layernorm", default=True) and not disables_final_norm(files, fields)
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=vocab_size),
@@ -258,8 +258,9 @@ def _read_layer_boundaries(
     Args:
         nested: fields of the config's `eagle_config`.
         fields: fields of the whole config.
-        count: number of boundaries for which the head's `fc` has columns.
+        num_boundaries: number of boundaries for which the head's `fc` has columns.
         num_layers: number of layers of the target.
+        options: the user's `--drafter-options`, which override the config.
     """
     ids = sorted(set(fields.token_ids(BOUNDARIES_KEY) or nested.token_ids(BOUNDARIES_KEY)))
     source = BOUNDARIES_KEY

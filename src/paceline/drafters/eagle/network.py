@@ -43,21 +43,19 @@ def open_eagle_head(
 
 
 def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -> NetworkDefinition:
-    """Return the network for features that the target computed; without layer boundaries, also for those that the head predicted.
+    """Return the network that reads the target's features. A head that reads no layer boundaries uses it for predicted features too.
 
-    Its inputs are `embedding` and the features: `boundary.0`, … if the head reads layer boundaries, else `feature`.
-
-    Args:
-        soft_cap: the target's soft cap of logits, if the target's lm_head is used.
+    Its inputs are `embedding` and the feature: `boundary.0`, … if the head reads layer boundaries, else `feature`.
+    `soft_cap`: the target's soft cap of logits, if the target's lm_head is used.
     """
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         if not config.layer_boundaries:
             return _run_layers(ops, config, ops.input(FEATURE, config.layers.hidden_size), soft_cap)
-        chunks = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
+        hidden_states = [ops.input(name, config.target_hidden_size) for name in config.feature_inputs]
         if config.has_boundary_norms:
-            chunks = [ops.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
-        features = ops.concat(*chunks)
+            hidden_states = [ops.rms_norm(value, f"fc_norm.{index}") for index, value in enumerate(hidden_states)]
+        features = ops.concat(*hidden_states)
         if config.has_concat_norm:
             features = ops.rms_norm(features, "input_norm")
         (feature,) = ops.linear(features, "fc")
@@ -67,7 +65,7 @@ def target_feature_network(config: EagleConfig, soft_cap: float | None = None) -
 
 
 def _run_layers(ops: Ops[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
-    """Compose the layers after the input. Results: the predicted `feature` [T, Hd], and `logits` [R, Vd] of the requested rows."""
+    """Compose decoder layers and lm_head. Results: predicted `feature` [T, E of the head], `logits` [R, Vd] of the requested rows."""
     layers = config.layers
     embedding = ops.input(EMBEDDING, layers.hidden_size)
     first_layer = _eagle1_first_layer if config.is_eagle1 else _eagle3_first_layer

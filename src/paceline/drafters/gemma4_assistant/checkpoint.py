@@ -44,7 +44,7 @@ class VocabularyClusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    layers: ModelConfig  # sizes of its decoder layers; each of them attends to the keys and values of one target layer
+    layers: ModelConfig  # sizes of the decoder layers, each of which attends to the keys and values of one target layer
     target_hidden_size: int
     clusters: VocabularyClusters | None  # None = no clusters: logits of all tokens are computed
 
@@ -192,7 +192,7 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
 
 
 def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads: int) -> tuple[GgufWeights, str]:
-    """Return the weights of an assistant, and the name in the file of its token ordering, "" without clusters.
+    """Return the weights of an assistant, and the name that its token ordering has in the file; "" if it has no clusters.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of the wrong shape, or of a type that cannot be read.
@@ -225,7 +225,7 @@ def _read_target_hidden_size(file: GgufFile) -> int:
 
 
 def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, target_hidden_size: int) -> Mapping[str, str]:
-    """Return the names in the file of the tensors that belong to no layer, by our names, without those that the file lacks."""
+    """Map internal names of the tensors outside of layers to their names in the file. Tensors that the file lacks are left out."""
     names = {module: name for module in _GGUF_TENSOR_NAMES for name in file.tensors if _is_tensor_of_module(name, module)}
     shapes: dict[str, tuple[int | None, ...]] = {  # a tensor whose shape fits several modules is assigned to the first of them
         _PRE_PROJECTION: (hidden_size, 2 * target_hidden_size),
@@ -249,7 +249,7 @@ def _is_tensor_of_module(name: str, module: str) -> bool:
 
 _TOKEN_ORDERING = "masked_embedding.token_ordering"
 _LM_HEAD = "lm_head.weight"
-_UNUSED_TENSOR = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
+_UNUSED_TENSOR_PATTERN = re.compile(r"layers\.[0-9]{1,6}\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def _load_from_directory(files: HeadFiles, config: AssistantConfig) -> Assistant
         names["embedding.weight"] = _LM_HEAD
     files.check_shapes({names[name]: shape for name, shape in shapes.items()} | ordering_shape)
     used = {*names.values(), *ordering_shape, "embed_tokens.weight"}
-    files.check_all_used(used, ignored=lambda name: _UNUSED_TENSOR.fullmatch(name) is not None or name.startswith("masked_embedding."))
+    files.check_all_used(used, ignored=lambda name: bool(_UNUSED_TENSOR_PATTERN.fullmatch(name)) or name.startswith("masked_embedding."))
     weights = Weights({name: files.weight(file_name) for name, file_name in names.items()})
     return Assistant(config, weights, _read_token_ordering(files, _TOKEN_ORDERING, layers.vocab_size) if ordering_shape else None)
 

@@ -31,7 +31,7 @@ class AssistantDrafter(Drafter):
     """Drafts trees with an assistant. Each pass drafts one level of the trees of all requests.
 
     Args:
-        vocab_size: V of the target; ids from it on are never drafted.
+        vocab_size: V of the target; ids >= V are never drafted.
         tree_width: draft tokens after each node, and number of nodes of a level that get children; 1 = a chain.
     """
 
@@ -74,7 +74,7 @@ class AssistantDrafter(Drafter):
         """Return whether the target has run all tokens before the last one, and the last hidden state has been received."""
         request = draft.request
         has_feature = self._features.find(request) is not None
-        return draft.depth > 0 and has_feature and request.cached_sequence.committed_len == len(request.token_ids) - 1
+        return draft.max_depth > 0 and has_feature and request.cached_sequence.committed_len == len(request.token_ids) - 1
 
     def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
@@ -100,7 +100,7 @@ class AssistantDrafter(Drafter):
         if draft.level == 0 and feature is not None:
             return TreeLevelInput(request.token_ids[-1:], feature[None], request.cached_sequence)
         pairs = draft.frontier_pairs()
-        first = pairs.logit_rows[0]  # an assistant has no cache, so nodes of earlier levels need not run again
+        first = pairs.logit_rows[0]  # only this level runs: the features contain all that an assistant keeps of earlier levels
         return TreeLevelInput(pairs.token_ids[first:], pairs.features[first:], request.cached_sequence)
 
     def _sample_from_clusters(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:

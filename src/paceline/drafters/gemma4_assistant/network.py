@@ -18,8 +18,8 @@ from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Logi
 from paceline.runtimes.decoder import LOGITS, Ops, Value, decoder_layer
 from paceline.runtimes.logits_summary import RowSampling, SummaryOptions
 
-EMBEDDING, FEATURE, STATES, CENTROIDS = "embedding", "feature", "states", "centroids"
-"""Inputs: embedding and feature. Results: feature, states (hidden states after the final norm) and centroids (scores of the clusters)."""
+EMBEDDING, FEATURE, FINAL_HIDDEN_STATES, CENTROIDS = "embedding", "feature", "states", "centroids"
+"""Names of inputs: embedding and feature. Names of results: feature, states (after the final norm) and centroids (scores of clusters)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,7 @@ class AssistantNetwork:
         )
 
     def forward(self, levels: Sequence[TreeLevelInput], summary: SummaryOptions | None, sampling: RowSampling | None) -> ForwardOutput:
-        """Run one pass over tree levels of several requests.
-
-        Args:
-            summary, sampling: `LogitsRows.summary` and `LogitsRows.sampling`.
+        """Run one pass over tree levels of several requests. `summary`, `sampling`: see `LogitsRows`.
 
         Returns:
             `feature` [T, E], the input of each node's children, and `logits` [T, V]. Assistants with clusters return `states` and
@@ -73,7 +70,7 @@ class AssistantNetwork:
         top_clusters = np.argpartition(-scores, clusters.top_k - 1)[: clusters.top_k]
         ids = np.sort(ordering.reshape(clusters.num_clusters, -1)[top_clusters].ravel())
         ids = ids[: np.searchsorted(ids, vocab_size)]
-        return ids, self.assistant.weights.read_rows("embedding.weight", ids.astype(np.int32)) @ output.results[STATES][row]
+        return ids, self.assistant.weights.read_rows("embedding.weight", ids.astype(np.int32)) @ output.results[FINAL_HIDDEN_STATES][row]
 
     def _define_network(self, ops: Ops[Value]) -> Mapping[str, Value]:
         config = self.assistant.config
@@ -84,7 +81,7 @@ class AssistantNetwork:
         states = ops.rms_norm(x, "final_norm")
         (feature,) = ops.linear(states, "post_projection")
         if config.clusters is not None:
-            return {FEATURE: feature, STATES: states, CENTROIDS: ops.linear(states, "centroids")[0]}
+            return {FEATURE: feature, FINAL_HIDDEN_STATES: states, CENTROIDS: ops.linear(states, "centroids")[0]}
         return {FEATURE: feature, LOGITS: ops.lm_head(ops.logits_rows(states), "embedding")}
 
 

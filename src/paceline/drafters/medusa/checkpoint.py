@@ -20,10 +20,10 @@ from paceline.models.weights import AnyTensor, Weights, take_rows
 
 _NESTED_PREFIX = re.compile(r"^medusa_heads?\.")
 _INDEX_PATTERN = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
-_MAX_BLOCKS = 1024  # files that number more blocks must contain at least half of them
-_PAPER_TENSOR = re.compile(rf"{_INDEX_PATTERN}\.{_INDEX_PATTERN}\.(linear\.)?(weight|bias)")
-_VLLM_BLOCK = re.compile(rf"blocks\.{_INDEX_PATTERN}\.layers\.{_INDEX_PATTERN}\.(weight|bias)")
-_VLLM_LM_HEAD = re.compile(rf"lm_heads\.{_INDEX_PATTERN}\.weight")
+_MAX_UNCHECKED_BLOCKS = 1024  # if the indices in tensor names imply more blocks, the file must have at least half as many tensors
+_ORIGINAL_TENSOR_PATTERN = re.compile(rf"{_INDEX_PATTERN}\.{_INDEX_PATTERN}\.(linear\.)?(weight|bias)")  # formats (1) to (3)
+_VLLM_BLOCK_PATTERN = re.compile(rf"blocks\.{_INDEX_PATTERN}\.layers\.{_INDEX_PATTERN}\.(weight|bias)")
+_VLLM_LM_HEAD_PATTERN = re.compile(rf"lm_heads\.{_INDEX_PATTERN}\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class MedusaHeads:
     num_heads: int  # number of heads; head d drafts the token d + 1 positions after the last committed token
     num_blocks: int  # number of residual blocks of each head
     weights: Weights  # `heads.{i}.blocks.{j}.weight` [E, E] and `.bias` [E]; `heads.{i}.lm_head.weight` [rows, E], or one `lm_head.weight`
-    has_shared_lm_head: bool  # all heads use the same lm_head
+    heads_share_lm_head: bool  # all heads use the same lm_head
     num_lm_head_rows: int  # number of rows of each lm_head
     token_map: NDArray[np.int64] | None = None  # [rows] target id of each lm_head row, ascending; None = row indices are target ids
     soft_cap: float | None = None  # the target's soft cap of logits, if the target's lm_head is used
     notices: tuple[str, ...] = ()  # messages for the user, shown at load
-    has_target_lm_head: bool = False  # the heads use the target's lm_head
+    uses_target_lm_head: bool = False  # the heads use the target's lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +102,19 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
 
 def _find_tensor_names(files: HeadFiles) -> _TensorNames:
     prefix = next((match[0] for name in files.tensors if (match := _NESTED_PREFIX.match(name))), "")
-    name_without_prefix = {_NESTED_PREFIX.sub("", name, count=1): name for name in files.tensors}
-    vllm_blocks = {match: name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_BLOCK.fullmatch(name))}
+    full_names = {_NESTED_PREFIX.sub("", name, count=1): name for name in files.tensors}
+    vllm_blocks = {match: full_names[name] for name in full_names if (match := _VLLM_BLOCK_PATTERN.fullmatch(name))}
     if vllm_blocks:
         blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in vllm_blocks.items()}
-        lm_heads = {int(match[1]): name_without_prefix[name] for name in name_without_prefix if (match := _VLLM_LM_HEAD.fullmatch(name))}
-        shared = name_without_prefix.get("lm_head.weight") if not lm_heads else None
+        lm_heads = {int(match[1]): full_names[name] for name in full_names if (match := _VLLM_LM_HEAD_PATTERN.fullmatch(name))}
+        shared = full_names.get("lm_head.weight") if not lm_heads else None
         if not lm_heads and shared is None and not files.config.get("original_lm_head"):
             raise CheckpointError(
                 f"{files.path} is no complete medusa head for this target: it lacks lm_heads.0.weight and lm_head.weight, and its "
                 "config.json does not set original_lm_head, which would take the target's"
             )
     else:
-        rows = [(match, name_without_prefix[name]) for name in name_without_prefix if (match := _PAPER_TENSOR.fullmatch(name))]
+        rows = [(match, full_names[name]) for name in full_names if (match := _ORIGINAL_TENSOR_PATTERN.fullmatch(name))]
         blocks = {(int(match[1]), int(match[2]), match[4]): name for match, name in rows if match[3]}
         lm_heads = {int(match[1]): name for match, name in rows if not match[3] and match[4] == "weight"}
         shared = None
@@ -122,7 +122,7 @@ def _find_tensor_names(files: HeadFiles) -> _TensorNames:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
     num_blocks = 1 + max(block for _, block, _ in blocks)
-    if num_heads * num_blocks > max(_MAX_BLOCKS, 2 * len(blocks)):
+    if num_heads * num_blocks > max(_MAX_UNCHECKED_BLOCKS, 2 * len(blocks)):
         raise CheckpointError(
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"

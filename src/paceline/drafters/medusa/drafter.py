@@ -5,8 +5,8 @@ head 0 drafts the children of the root, token t + 2, and head d drafts token t +
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774).
 Deviations: the root is committed before drafting; the target draws every accepted token (no typical acceptance); unless a published tree
-is chosen, the tree gets the nodes with the highest acceptance probability per row of the target's pass; at temperatures above 0 the first
-token of each depth is drawn with the target's noise. Drafts for rejection sampling are chains, drawn with noise the target does not use.
+is chosen, the tree contains the nodes most likely to be accepted, one for each row of the budget; at temperatures above 0 the first token
+of each depth is drawn with the target's noise. Drafts for rejection sampling are chains, drawn with noise the target does not use.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,30 +40,30 @@ _MAX_TRIALS = 512.0  # when a depth has this many trials, its counts are halved,
 class CandidateAccuracy:
     """How often each candidate of each head was the target's token."""
 
-    trials: list[float] = field(default_factory=list)  # [depths] number of verified positions, where old ones count less
-    hits: list[list[float]] = field(default_factory=list)  # [depths, ranks] number of trials in which the target's token had this rank
+    num_trials: list[float] = field(default_factory=list)  # for each head the number of verified positions, where old ones count less
+    num_hits: list[list[float]] = field(default_factory=list)  # [heads, ranks] number of trials in which the target's token had this rank
 
     def observe(self, candidates: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         """Count for each depth whether the target's token was among the candidates.
 
         Args:
             candidates: for each depth the ids of the candidates, most probable first.
-            token_ids: tokens that the target emitted after the draft: the accepted ones and one more.
+            token_ids: tokens that the target emitted after the draft: the accepted tokens and the bonus token.
         """
-        while len(self.trials) < len(candidates):
-            self.trials.append(0.0)
-            self.hits.append([0.0] * MAX_CANDIDATES_PER_DEPTH)
+        while len(self.num_trials) < len(candidates):
+            self.num_trials.append(0.0)
+            self.num_hits.append([0.0] * MAX_CANDIDATES_PER_DEPTH)
         for depth, (ids, token) in enumerate(zip(candidates, token_ids, strict=False)):
-            if self.trials[depth] >= _MAX_TRIALS:
-                self.trials[depth] /= 2.0
-                self.hits[depth] = [hits / 2.0 for hits in self.hits[depth]]
-            self.trials[depth] += 1.0
+            if self.num_trials[depth] >= _MAX_TRIALS:
+                self.num_trials[depth] /= 2.0
+                self.num_hits[depth] = [hits / 2.0 for hits in self.num_hits[depth]]
+            self.num_trials[depth] += 1.0
             if token in ids:
-                self.hits[depth][ids.index(token)] += 1.0
+                self.num_hits[depth][ids.index(token)] += 1.0
 
     def estimate(self, depth: int, rank: int, prior: float) -> float:
         """Estimate how often the candidate of this rank at this depth is the target's token; `prior` is the estimate without trials."""
-        trials, hits = (self.trials[depth], self.hits[depth][rank]) if depth < len(self.trials) else (0.0, 0.0)
+        trials, hits = (self.num_trials[depth], self.num_hits[depth][rank]) if depth < len(self.num_trials) else (0.0, 0.0)
         return (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
 
 
@@ -71,7 +71,7 @@ class MedusaDrafter(Drafter):
     """Drafts trees of the heads' most probable tokens.
 
     Args:
-        vocab_size: V of the target; ids from it on are never drafted.
+        vocab_size: V of the target; ids >= V are never drafted.
         tree: how nodes are chosen: "probability" (by the heads' probabilities), "accuracy" (by how often the head's candidate of this rank
             was right before), or the name of a published tree of fixed shape.
     """
@@ -83,7 +83,7 @@ class MedusaDrafter(Drafter):
         self._network, self._tree = network, tree
         self.traits = DrafterTraits(self._description(), network.heads.notices)
         self._features = LastHiddenStates()
-        # by request: its number of tokens at the last draft, and the candidates of each depth
+        # by request: number of tokens of the request at the last draft, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: CandidateAccuracy() for is_greedy in (True, False)}
         heads = network.heads
@@ -104,8 +104,8 @@ class MedusaDrafter(Drafter):
                 features[id(request)] = feature
                 drafts.append(GrowingDraft(request, budget, depth, 1, _NO_BLOCKS, 0))
         for active in split_into_passes(drafts, lambda _: self._network.heads.num_heads):
-            depth = max([draft.depth for draft in active])
-            drawn = [(draft.request, d) if draft.needs_draw and d < draft.depth else None for d in range(depth) for draft in active]
+            depth = max([draft.max_depth for draft in active])
+            drawn = [(draft.request, d) if draft.draws_tokens and d < draft.max_depth else None for d in range(depth) for draft in active]
             sampling = target_noise_sampling(drawn)
             if sampling is not None:
                 sampling = sampling.reshape(depth, len(active))
@@ -122,16 +122,16 @@ class MedusaDrafter(Drafter):
         """Return a request's draft tree, made from row `row` of each head's logits."""
         request, budget = draft.request, draft.budget
         if budget.needs_draft_probs and not request.params.is_greedy:
-            for depth in range(draft.depth):  # rejection sampling: a chain, drawn with noise that the target does not use
+            for depth in range(draft.max_depth):  # rejection sampling: a chain, drawn with noise that the target does not use
                 if draft.frontier:
                     draft.add_level([self._sample(draft, outputs, row, depth, draft.token_ids[1:], 1)], _NO_FEATURES)
             return draft.to_tree(self.name)
         shape = None
         max_candidates = MAX_CANDIDATES_PER_DEPTH
         if self._tree in STATIC_TREES:
-            shape = static_tree_nodes(self._tree, draft.depth, budget.max_rows)
+            shape = static_tree_nodes(self._tree, draft.max_depth, budget.max_rows)
             max_candidates = 1 + max((rank for _, _, rank in shape), default=0)
-        elif self._tree == "probability":  # the tree has no rows for more candidates
+        elif self._tree == "probability":  # a depth has at most as many nodes as the tree
             max_candidates = min(MAX_CANDIDATES_PER_DEPTH, budget.max_rows - 1)
         tokens_by_depth: list[DraftTokens] = []
 
@@ -147,7 +147,7 @@ class MedusaDrafter(Drafter):
         return tree
 
     def _sample(self, draft: GrowingDraft, outputs: MedusaOutputs, row: int, depth: int, path: Sequence[int], width: int) -> DraftTokens:
-        """Sample up to `width` tokens from row `row` of the head of a depth, 0 for the children of the root."""
+        """Sample up to `width` tokens from row `row` of the logits of head `depth`. Head 0 drafts the children of the root."""
         request, needs_draft_probs = draft.request, draft.budget.needs_draft_probs
         if draft.uses_top_tokens:
             return self._sampler.sample_from_top_tokens(outputs.top_tokens[depth][row], width, is_greedy=request.params.is_greedy)
@@ -172,15 +172,16 @@ class MedusaDrafter(Drafter):
         is_greedy = draft.request.params.is_greedy
         candidates_by_depth: list[list[Candidate[int]]] = []
 
-        def expand(depth: int) -> list[Candidate[int]]:
+        def children_of(depth: int) -> list[Candidate[int]]:
+            """Return the candidates for the children of any node of this depth; the root's depth is 0."""
             if depth == len(candidates_by_depth):
                 tokens = candidates_at(depth)
                 probs = self._acceptance_rates(depth, tokens.probs, is_greedy=is_greedy)
                 candidates_by_depth.append([(token, prob, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return candidates_by_depth[depth]
 
-        budget = DraftBudget(draft.budget.max_rows, draft.depth)
-        return grow_tree(draft.request.token_ids[-1], budget, 0, expand, self.name)
+        budget = DraftBudget(draft.budget.max_rows, draft.max_depth)
+        return grow_tree(draft.request.token_ids[-1], budget, 0, children_of, self.name)
 
     def _acceptance_rates(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
         """Estimate for each candidate of a depth the probability that it is accepted, given that the tokens before it are."""
@@ -216,9 +217,9 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     config = target.runtime.config
     target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
-    heads = replace(heads, weights=target.quantize(heads.weights, files.files, has_target_lm_head=heads.has_target_lm_head))
+    heads = replace(heads, weights=target.quantize(heads.weights, files.files, uses_target_lm_head=heads.uses_target_lm_head))
     placement = target.placement
-    if not heads.has_target_lm_head or target.copies_lm_head:
+    if not heads.uses_target_lm_head or target.copies_lm_head:
         placement["lm_head_source"] = None
     return MedusaDrafter(
         MedusaNetwork(heads, config, **placement), vocab_size=target.vocab_size, tree=target.head_options.tree or DYNAMIC_TREES[0]

@@ -45,7 +45,7 @@ class MedusaNetwork:
         first = load_head(partial(self._define_network, num_heads=1), target, heads.weights, **placement)
         self._networks: dict[int, Network] = {1: first}
         # a shared lm_head has a network of its own, so that it is read from memory once for the rows of all heads
-        self._lm_head = first.network_with_same_weights(self._define_lm_head) if heads.has_shared_lm_head else None
+        self._lm_head = first.network_with_same_weights(self._define_lm_head) if heads.heads_share_lm_head else None
 
     def forward(self, hidden_states: FloatArray, num_heads: int, sampling: RowSampling | None = None) -> MedusaOutputs:
         """Run the first `num_heads` heads on the last hidden states [B, E] of B requests.
@@ -88,7 +88,7 @@ class MedusaNetwork:
             else:
                 products = tuple(ops.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
             hidden = [ops.add(x, ops.activated(product, Activation.SILU)) for x, product in zip(hidden, products, strict=True)]
-        if self.heads.has_shared_lm_head:
+        if self.heads.heads_share_lm_head:
             return {f"head.{head}": x for head, x in enumerate(hidden)}
         return {f"{LOGITS}.{head}": ops.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
 

@@ -48,7 +48,7 @@ def static_tree_nodes(name: str, max_depth: int, max_rows: int) -> tuple[tuple[i
         max_rows: maximum number of rows of the target's pass, the root's row included.
 
     Returns:
-        (parent, depth, rank) of nodes 1, 2, …: parent 0 is the root, depth 0 are its children, rank is that among the head's candidates.
+        (parent, depth, rank) of nodes 1, 2, …: parent 0 is the root, its children have depth 0; rank among the head's candidates.
     """
     node_by_path = {"": 0}
     nodes: list[tuple[int, int, int]] = []

@@ -30,7 +30,7 @@ class TargetFeaturePairs:
 
 @dataclass(frozen=True, slots=True)
 class RequestFeaturePairs(TargetFeaturePairs):
-    """Target feature pairs that belong to a request."""
+    """Feature pairs of one request, with features that the target computed."""
 
     request: Request
 
@@ -58,7 +58,7 @@ class FeaturePairCache(HeadCache):
         """
         slots = self._add_hidden_states(request, start, np.array(features, np.float32))
         self._store_block_features(request, slots, start, features)
-        return slots.num_observed - slots.end_slot + 1
+        return slots.num_observed_positions - slots.end_slot + 1
 
     def pending_pairs(
         self, request: Request, *, include_root: bool, num_draft_rows: int = 0, num_used_spare_blocks: int = 0
@@ -67,13 +67,13 @@ class FeaturePairCache(HeadCache):
 
         Args:
             include_root: include the last committed token, which the target has not run yet.
-            num_draft_rows: number of cache rows to reserve for draft tokens after them.
+            num_draft_rows: number of cache rows to reserve for draft tokens after the feature pairs.
             num_used_spare_blocks: number of spare blocks that other requests of the pass already use.
         """
         slots = self._slots.get(request)
-        if slots is None or (include_root and slots.num_observed != len(request.token_ids) - 1):
+        if slots is None or (include_root and slots.num_observed_positions != len(request.token_ids) - 1):
             return None
-        begin, end = slots.end_slot, slots.num_observed + include_root
+        begin, end = slots.end_slot, slots.num_observed_positions + include_root
         table = self._table_up_to(request, end + num_draft_rows, num_used_spare_blocks) if end > begin else None
         if table is None:
             return None
@@ -81,18 +81,18 @@ class FeaturePairCache(HeadCache):
         return RequestFeaturePairs(np.array(request.token_ids[begin:end], np.int32), slots.join_pending()[: end - begin], rows, request)
 
     def mark_computed(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
-        """Record that the slots of the next `token_ids` are computed. A last token in a spare block does not count: it will run again."""
+        """Record that the slots of the next `token_ids` are computed. Slots in spare blocks do not count: they will run again."""
         slots = self._slots[request]
         count = min(len(token_ids), len(request.cached_sequence.block_table) * self.block_size - slots.end_slot)
         if count > 0:
             self._advance_end(request, slots, token_ids[:count])
-            # no feature remains after the last committed token
-            slots.pending = [] if slots.end_slot > slots.num_observed else [slots.join_pending()[count:]]
+            # if the last committed token was run, all pending features are used up
+            slots.pending_hidden_states = [] if slots.end_slot > slots.num_observed_positions else [slots.join_pending()[count:]]
 
     def num_pending_pairs(self, request: Request) -> int:
-        """Return how many slots can be computed now, that of the last committed token included."""
+        """Return how many feature pairs can be run now, including the one of the last committed token."""
         slots = self._slots.get(request)
-        return 0 if slots is None else slots.num_observed + 1 - slots.end_slot
+        return 0 if slots is None else slots.num_observed_positions + 1 - slots.end_slot
 
     def _create_slots(self, request: Request, start: int) -> HeadSlots:
         sequence = request.cached_sequence

@@ -35,7 +35,7 @@ class EagleStyleDrafter(Drafter):
 
     Args:
         cache: the target's KV cache; the head's KV cache uses the same block tables.
-        vocab_size: V of the target; ids from it on are never drafted.
+        vocab_size: V of the target; ids >= V are never drafted.
         tree_width: draft tokens after each node, and number of nodes of a level that get children; 1 = a chain.
     """
 
@@ -90,7 +90,8 @@ class EagleStyleDrafter(Drafter):
         layers = config.layers
         details = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
         if config.layer_boundaries:
-            details.append(f"features of layers {config.describe_feature()}")
+            names = [*map(str, config.layer_boundaries), *["final"] * config.has_final_state]
+            details.append(f"features of layers {', '.join(names)}")
         if self.head.target_ids is not None:
             details.append(f"{len(self.head.target_ids)} draft ids")
         if self.head.draft_vocab_size is not None:
@@ -105,12 +106,12 @@ class EagleStyleDrafter(Drafter):
 
     def _features(self, rows: CommittedRows) -> FloatArray:
         """Return the features [num_rows, F]: the hidden states of the layer boundaries, then the final ones, if the head reads them."""
-        chunks = [*rows.collected_hidden_states]
+        hidden_states = [*rows.collected_hidden_states]
         if self.needs.hidden_states and rows.hidden_states is not None:
-            chunks.append(rows.hidden_states)
-        if len(chunks) != len(self.needs.layers) + self.needs.hidden_states:
+            hidden_states.append(rows.hidden_states)
+        if len(hidden_states) != len(self.needs.layers) + self.needs.hidden_states:
             raise RuntimeError(f"the target returned no activations for {self.name}, which needs {self.needs}")
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
+        return hidden_states[0] if len(hidden_states) == 1 else np.concatenate(hidden_states, axis=1)
 
     def _compute_pending_pairs(self, requests: Sequence[Request]) -> None:
         """Run the committed tokens of these requests that the head has not run yet, without drafting."""
@@ -157,7 +158,7 @@ class EagleStyleDrafter(Drafter):
         try:
             outputs = self.head.run_target_feature_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, sampling=sampling)
         except BaseException:
-            for one in pairs:  # an interrupted pass may have left cache rows unwritten: drop them all
+            for one in pairs:  # an interrupted pass may have left cache rows unwritten: none of these requests' rows can be used
                 self.pair_cache.release(one.request)
             raise
         masked = num_masked or [0] * len(pairs)
@@ -170,8 +171,8 @@ class EagleStyleDrafter(Drafter):
 class ParallelDrafter(EagleStyleDrafter):
     """Drafts all positions in one pass, with a P-EAGLE head or a PARD-2 draft model.
 
-    The last committed token gives the first level. After it follow masked rows, with a mask token and a mask feature, which give the other
-    levels. No row depends on a draft token, so all nodes of a level have the same candidates for their children.
+    The row of the last committed token drafts the first level. The masked rows after it, each with the mask token and the mask feature,
+    draft the other levels. No row depends on a draft token, so all nodes of a level have the same candidates for their children.
 
     Source: P-EAGLE (arXiv:2602.01469) and its code in speculators and vLLM. Deviations: as in the module docstring; drafts may be trees.
     """
@@ -183,16 +184,16 @@ class ParallelDrafter(EagleStyleDrafter):
         return depth - 1
 
     def _grow_drafts(self, pairs: Sequence[RequestFeaturePairs], drafts: Sequence[GrowingDraft]) -> None:
-        num_masked = [draft.depth - 1 for draft in drafts]
+        num_masked = [draft.max_depth - 1 for draft in drafts]
         sampling = target_noise_sampling(
-            [(draft.request, level) if draft.needs_draw else None for draft in drafts for level in range(draft.depth)]
+            [(draft.request, level) if draft.draws_tokens else None for draft in drafts for level in range(draft.max_depth)]
         )
         outputs = self._run_target_pairs(pairs, needs_logits=True, num_masked=num_masked, sampling=sampling)
         output, summaries, first = outputs.output, outputs.output.summaries, 0
         for draft in drafts:
-            for row in range(first, first + draft.depth):
+            for row in range(first, first + draft.max_depth):
                 if not draft.frontier:
                     break
                 drafted = [draft.sample(self._sampler, node, output, row, summaries) for node in draft.frontier]
                 draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # no later pass reads features
-            first += draft.depth
+            first += draft.max_depth

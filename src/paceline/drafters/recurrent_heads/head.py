@@ -27,38 +27,30 @@ class RecurrentHeadConfig:
     """Configuration of a head that drafts token by token from features that it predicts itself."""
 
     kind: HeadKind
-    layers: ModelConfig  # sizes of its decoder layers; `max_positions` is the context length that it was trained with
+    layers: ModelConfig  # sizes of the decoder layers; `max_positions` is the context length that the head was trained with
     target_hidden_size: int
-    layer_boundaries: tuple[int, ...] = ()  # a feature is their hidden states, ascending; () = the final hidden state
-    appends_final_state: bool = False  # if there are layer boundaries, the final hidden state is the feature's last chunk
+    layer_boundaries: tuple[int, ...] = ()  # a feature consists of the hidden states there, in this order; () = of the final hidden state
+    feature_ends_with_final_state: bool = False  # a feature also contains the final hidden state, after those of the layer boundaries
     first_slot: int = 1  # first cache slot with a feature pair: 1, or 0 if a text's first token is run with a feature of zeros
-    normed_recurrence: bool = False  # the predicted feature is taken after the final norm, not before it
+    normed_recurrence: bool = False  # the predicted feature, which the head reads next, is taken after the final norm; False: before it
     has_own_embedding: bool = True  # otherwise the head uses the target's embedding
     has_own_lm_head: bool = False  # otherwise the head uses the target's lm_head
 
     @property
-    def num_chunks(self) -> int:
-        """Number of hidden states of the target that a feature consists of."""
-        return len(self.layer_boundaries) + self.has_final_state
-
-    @property
     def has_final_state(self) -> bool:
         """Whether the target's final hidden state is the feature or a part of it."""
-        return self.appends_final_state or not self.layer_boundaries
-
-    def describe_feature(self) -> str:
-        """Return the layer boundaries of a feature, and "final" if the final hidden state is part of it, separated by commas."""
-        return ", ".join([*map(str, self.layer_boundaries), *(["final"] if self.has_final_state else [])])
+        return self.feature_ends_with_final_state or not self.layer_boundaries
 
     @property
     def feature_inputs(self) -> list[str]:
         """Names of the network inputs of a feature that the target computes, one for each of its hidden states."""
-        return [f"{BOUNDARY}.{chunk}" for chunk in range(self.num_chunks)] if self.layer_boundaries else [FEATURE]
+        count = len(self.layer_boundaries) + self.has_final_state
+        return [f"{BOUNDARY}.{index}" for index in range(count)] if self.layer_boundaries else [FEATURE]
 
     @property
     def feature_size(self) -> int:
         """Number of values of a feature that the target computes."""
-        return self.target_hidden_size * self.num_chunks
+        return self.target_hidden_size * len(self.feature_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +58,10 @@ class DraftFeaturePairs:
     """Inputs of a pass for T draft tokens of one request, with features that the head predicted."""
 
     token_ids: Sequence[int]  # [T] draft tokens, parents before their children
-    features: FloatArray  # [T, Hd] for each token the feature that the head predicted at its parent
+    features: FloatArray  # [T, E of the head] for each token the feature that the head predicted at its parent
     positions: Sequence[int]  # [T] positions of the tokens
     rows: RowRange  # cache rows of the tokens
-    logit_rows: Sequence[int]  # indices of the tokens, the last ones, whose logits are returned
+    logit_rows: Sequence[int]  # indices of the tokens whose logits are returned; they are the last of `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +74,8 @@ class MaskedFeaturePair:
     token_id: int
     feature: FloatArray | None
 
-    def append_to(self, pairs: TargetFeaturePairs, count: int) -> TargetFeaturePairs:
-        """Return feature pairs followed by `count` masked ones."""
+    def appended_to(self, pairs: TargetFeaturePairs, count: int) -> TargetFeaturePairs:
+        """Return a copy of `pairs` with this masked pair appended `count` times."""
         num_unmasked = len(pairs.token_ids)
         token_ids = np.empty(num_unmasked + count, np.int32)
         features = np.empty((num_unmasked + count, pairs.features.shape[1]), np.float32)
@@ -97,7 +89,7 @@ class FeaturePairOutputs:
     """Results of a pass over feature pairs. The arrays are overwritten by the next pass."""
 
     output: ForwardOutput  # all results of the network
-    features: FloatArray  # [rows, Hd] predicted features, the input for the next draft tokens
+    features: FloatArray  # [rows, E of the head] predicted features, the input for the next draft tokens
 
     @property
     def logits(self) -> FloatArray:
@@ -161,7 +153,7 @@ class RecurrentHead:
             sampling: [R] noise keys and temperatures to draw one token from each row of logits; None = draw none.
         """
         if num_masked and self.masked_pair is not None:
-            pairs = [self.masked_pair.append_to(request_pairs, count) for request_pairs, count in zip(pairs, num_masked, strict=True)]
+            pairs = [self.masked_pair.appended_to(request_pairs, count) for request_pairs, count in zip(pairs, num_masked, strict=True)]
         counts = [len(request_pairs.token_ids) for request_pairs in pairs]
         starts = [0, *accumulate(counts)]
         firsts = [request_pairs.rows.cached_len - self.config.first_slot for request_pairs in pairs]
@@ -173,7 +165,7 @@ class RecurrentHead:
             logit_rows = np.array([row for end, count in ends for row in range(end - 1 - count, end)], np.int32)
         token_ids = _concatenate([request_pairs.token_ids for request_pairs in pairs])
         features, size = _concatenate([request_pairs.features for request_pairs in pairs]), self.config.target_hidden_size
-        inputs = {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self.config.feature_inputs)}
+        inputs = {name: features[:, index * size : (index + 1) * size] for index, name in enumerate(self.config.feature_inputs)}
         inputs[EMBEDDING] = self._embed(token_ids)
         batch = ForwardBatch(positions, _set_range_starts([request_pairs.rows for request_pairs in pairs], starts))
         output = self.runtime.forward(inputs, batch, LogitsRows(logit_rows, self.summary_options, sampling))

@@ -24,14 +24,14 @@ from paceline.speculation.tree_growth import Candidate, grow_tree
 class _TreeRows:
     """Input rows of a pass that runs all nodes of a tree that get children. A node attends to its ancestors and itself."""
 
-    features: FloatArray  # [max_rows, Hd] feature that the head predicted at the parent of each row's node
+    features: FloatArray  # [max_rows, E of the head] feature that the head predicted at the parent of each row's node
     mask: BoolArray  # [max_rows, max_rows], True if the node of the row attends to the node of the column
     row_by_node: dict[int, int] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
     def append(self, nodes: Sequence[int], token_ids: Sequence[int], depth: int, parent_rows: Sequence[int], features: FloatArray) -> None:
-        """Append nodes of one depth; `features` are those predicted at their parents, `parent_rows` is empty if the parent is the root."""
+        """Append nodes of one depth. `features` were predicted at their parents. `parent_rows` is empty if the parent is the root."""
         first = len(self.token_ids)
         last = first + len(nodes)
         self.features[first:last] = features
@@ -50,26 +50,26 @@ class GrowingDraft:
 
     request: Request
     budget: DraftBudget
-    depth: int  # number of levels to draft
+    max_depth: int  # maximum number of levels to draft
     width: int  # number of nodes of a level that get children, and number of children of each; 1 = a chain
     block_table: IntArray  # cache blocks of the request, including those for draft tokens
     first_slot: int  # first slot of the cache that draft tokens attend to
     uses_top_tokens: bool = field(init=False)  # the top tokens of a pass are enough to sample from; otherwise whole rows of logits are used
-    needs_draw: bool = field(init=False)  # a pass must also draw a token from each row, with the target's noise
+    draws_tokens: bool = field(init=False)  # a pass must also draw a token from each row, with the target's noise
     token_ids: list[int] = field(default_factory=lambda: [-1])  # token of each node; -1 for the root
     parents: list[int] = field(default_factory=lambda: [-1])  # parent of each node; -1 for the root
-    probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token given its parent
-    path_probs: list[float] = field(default_factory=lambda: [1.0])  # probability that each node's whole path is accepted
+    token_probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token, given the tokens before it
+    path_probs: list[float] = field(default_factory=lambda: [1.0])  # probability that all tokens on a node's path are accepted
     level: int = 0  # number of levels drafted so far
     frontier: Sequence[int] = (0,)  # nodes of the last level that get children next
     draft_probs: dict[int, TokenProbs] = field(default_factory=dict)  # node -> distribution of its children; only for rejection sampling
-    _features: FloatArray | None = None  # [1, Hd] feature predicted at the end of the chain; None for trees
+    _features: FloatArray | None = None  # [1, E of the head] feature predicted at the end of the chain; None for trees
     _rows: _TreeRows | None = None
 
     def __post_init__(self) -> None:
         is_greedy = self.request.params.is_greedy
         self.uses_top_tokens = self.request.processor.only_applies_temperature and (not self.budget.needs_draft_probs or is_greedy)
-        self.needs_draw = self.uses_top_tokens and not is_greedy
+        self.draws_tokens = self.uses_top_tokens and not is_greedy
 
     def path(self, node: int) -> list[int]:
         """Return the tokens of the path from the root to `node`, without the root's."""
@@ -80,7 +80,7 @@ class GrowingDraft:
         return path[::-1]
 
     def sample(self, sampler: DraftSampler, node: int, output: ForwardOutput, row: int, top_tokens: Sequence[LogitsSummary]) -> DraftTokens:
-        """Sample the draft tokens after a node, from a row of a pass's top tokens if these are enough, else from its logits [Vd]."""
+        """Sample the draft tokens after a node from row `row` of a pass: from `top_tokens` if these are enough, else from logits [Vd]."""
         if self.uses_top_tokens:
             return sampler.sample_from_top_tokens(top_tokens[row], self.width, is_greedy=self.request.params.is_greedy)
         logits = output.logits[row]  # on a GPU, reading any row copies all of them
@@ -91,7 +91,7 @@ class GrowingDraft:
 
         Args:
             drafted: the draft tokens after each node of the frontier.
-            features: [nodes, Hd] the feature that the head predicted at each node of the frontier.
+            features: [nodes, E of the head] the feature that the head predicted at each node of the frontier.
         """
         first = len(self.token_ids)
         for node, tokens in zip(self.frontier, drafted, strict=True):
@@ -100,11 +100,11 @@ class GrowingDraft:
             count, path_prob = len(tokens.token_ids), self.path_probs[node]
             self.token_ids += tokens.token_ids
             self.parents += [node] * count
-            self.probs += tokens.probs
+            self.token_probs += tokens.probs
             self.path_probs += [path_prob * self.budget.acceptance_rate(prob) for prob in tokens.probs]
         self.level += 1
         last = len(self.token_ids)
-        if first == last or self.level >= self.depth or max(self.path_probs[first:]) < self.budget.min_path_prob:
+        if first == last or self.level >= self.max_depth or max(self.path_probs[first:]) < self.budget.min_path_prob:
             self.frontier = ()
         elif self.width == 1:
             self._features, self.frontier = features, (first,)
@@ -112,7 +112,7 @@ class GrowingDraft:
             self._expand(range(first, last), features)
 
     def frontier_pairs(self) -> DraftFeaturePairs:
-        """Return the inputs of the next pass: the last token of a chain, or all nodes of a tree that have or get children."""
+        """Return the inputs of the next pass: the last token of a chain, or all nodes of a tree that have or will get children."""
         base = len(self.request.token_ids)  # first cache slot after the committed tokens
         if self._features is not None:
             rows = RowRange(0, 1, base + self.level - 1, self.block_table, None, self.first_slot)
@@ -133,18 +133,18 @@ class GrowingDraft:
         if self.width == 1:
             if self.draft_probs:
                 return DraftTree.from_nodes(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
-            return DraftTree.chain(root, self.token_ids[1:], source, [min(prob, 1.0) for prob in self.probs[1:]])
+            return DraftTree.chain(root, self.token_ids[1:], source, [min(prob, 1.0) for prob in self.token_probs[1:]])
         children: list[list[Candidate[int]]] = [[] for _ in self.token_ids]
-        for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
+        for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.token_probs, strict=True)):
             if node:
                 children[parent].append((token, prob, node))
         return grow_tree(root, self.budget, 0, children.__getitem__, source)
 
     def _expand(self, level: Sequence[int], features: FloatArray) -> None:
-        """Make the most probable nodes of `level` the frontier; `features` [nodes, Hd] were predicted at the nodes of the old frontier."""
+        """Make the most probable nodes of `level` the frontier. `features` were predicted at the nodes of the old frontier."""
         best = sorted(sorted(level, key=self.path_probs.__getitem__, reverse=True)[: self.width])
         if self._rows is None:
-            max_rows = self.width * (self.depth - 1)
+            max_rows = self.width * (self.max_depth - 1)
             self._rows = _TreeRows(np.empty((max_rows, features.shape[1]), np.float32), np.zeros((max_rows, max_rows), np.bool_))
         tree, parents = self._rows, [self.parents[node] for node in best]
         index_of = {node: index for index, node in enumerate(self.frontier)}
@@ -156,9 +156,9 @@ class GrowingDraft:
 
 def frontier_sampling(drafts: Sequence[GrowingDraft]) -> RowSampling | None:
     """Return the noise keys and temperatures to draw a token after each frontier node of all drafts; None if none is drawn."""
-    return target_noise_sampling([(draft.request, draft.level) if draft.needs_draw else None for draft in drafts for _ in draft.frontier])
+    return target_noise_sampling([(draft.request, draft.level) if draft.draws_tokens else None for draft in drafts for _ in draft.frontier])
 
 
 def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
-    """Return depth and width of a draft: `tree_width` if the budget has rows for more than the longest chain, else 1."""
+    """Return the depth and the width of a draft. The width is `tree_width` if the budget has more rows than the longest chain, else 1."""
     return budget.max_tokens, tree_width if budget.max_rows > budget.max_depth + 1 else 1
