@@ -186,7 +186,7 @@ INLINE void add_weighted_block(const int kind, const ChunkWork *task, const uint
     for (; query < last; query++) add_weighted_columns(kind, task, head_block, &prefetch, from, end, query, 1);
 }
 
-/* Add the weighted values of slots [from, end) to the sums of queries [first, last). The slots come before all masks: slot = position. */
+/* Add the weighted values of slots [from, end) to the sums of queries [first, last). All precede first_masked, so slot = position. */
 static void add_weighted_slots(const ChunkWork *task, int from, int end, int first, int last) {
     for (int slot = from, stop; slot < end; slot = stop) {
         stop = min_int((slot | (BLOCK_SLOTS - 1)) + 1, end);
@@ -210,7 +210,7 @@ static void list_slots(const ChunkWork *task, const VisiblePositions *visible, i
     }
 }
 
-/* Compute the scores of a row with a mask: first with all keys of its range; then copy the scores of allowed rows to their positions. */
+/* Score masked positions [from, end) of a row: score all keys of its range, then copy the scores of allowed rows to their positions. */
 static void score_range(const ChunkWork *task, const VisiblePositions *visible, int row, int from, int end) {
     const int first = row * task->group, start = task->chunk->range->cached_len, skipped = start / BLOCK_SLOTS * BLOCK_SLOTS;
     const int stop = start + task->chunk->range->rows, row_stride = round_up_to_block(stop - skipped);
@@ -246,7 +246,7 @@ static void scale_weights(const ChunkWork *task, const VisiblePositions *visible
     }
 }
 
-/* Replace the scores of positions [from, end) by unnormalised softmax weights. stats: maximum (an exponent of 2), sum of weights. */
+/* Replace the scores of positions [from, end) by unnormalised softmax weights. stats: largest scaled score times log2 e, sum of weights. */
 static void softmax_split(const ChunkWork *task, const VisiblePositions *visible, float *scores, int from, int end, float *stats) {
     const int begin = from - task->split_start, stop = end - task->split_start, first = begin / BLOCK_SLOTS * BLOCK_SLOTS, last = round_up_to_block(stop);
     float factor = task->op->scale * LOG2_E;
@@ -306,7 +306,6 @@ static void list_prefetches(ChunkWork *task, int first, int last) {
     task->values.first_block = begin;
 }
 
-/* Compute the results of a split for all queries of the chunk. */
 static void compute_split(ChunkWork *task, int split, float *results) {
     const int rows = task->chunk->rows, group = task->group, result_floats = split_result_floats(task->op);
     int from[MAX_QUERIES], end[MAX_QUERIES], first = (split + 1) * SPLIT_POSITIONS, last = 0;

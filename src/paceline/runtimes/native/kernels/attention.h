@@ -14,11 +14,11 @@ typedef struct {
     int first_row, rows, kv_head; /* first_row: counted from the start of the range */
 } Chunk;
 
-/* Return the rows of a chunk; the last chunk of a range may have fewer. */
+/* Return the number of rows in a chunk; the last chunk of a range may have fewer. */
 int max_chunk_rows(const AttentionOperation *op);
 /* Set [*first, *end) to the splits that contain positions of the rows of a chunk. */
 void find_chunk_splits(const AttentionOperation *op, const Chunk *chunk, int *first, int *end);
-/* Return the floats of a split's result for one query: weighted sum of values, maximum score, sum of weights, padding. */
+/* Return the number of floats in a split's result for one query: weighted sum of values, largest score, sum of weights, padding. */
 int split_result_floats(const AttentionOperation *op);
 /* Compute `count` splits from `first` on for each query of the chunk. The results of consecutive splits are `stride` floats apart. */
 void attend_splits(const Program *program, const Pass *pass, const AttentionOperation *op, const Chunk *chunk, int first, int count, float *scratch,

@@ -120,7 +120,7 @@ INLINE void score_tile(const int kind, const uint8_t *keys, Prefetch *prefetch, 
 INLINE void score_latent_tile(const int kind, const uint8_t *block, Prefetch *prefetch, const float *q, int padded, float *scores, int row_stride,
                               const int queries) {
     for (int slot = 0; slot < BLOCK_SLOTS; slot += 4) {
-        floats sum[LANES] = {0}; /* [VALUE_QUERIES][4] */
+        floats sum[LANES] = {0}; /* [VALUE_QUERIES][4 slots] */
         for (int column = 0; column < padded; column += LANES) {
             floats row[4];
             _Pragma("unroll") for (int i = 0; i < 4; i++) {
@@ -214,7 +214,7 @@ INLINE words load_as_bf16(const int kind, const uint8_t *block, int slot, int co
     return slot & 1 ? two >> 16 : two & 0xFFFFu;
 }
 
-/* Add the weighted values of positions [from, end) of one row, which are in `slots`, to the sums of the row's queries. */
+/* Add the weighted values of positions [from, end) of one row to the sums of its queries. slots: cache slot of each position. */
 INLINE void add_listed_slots(const int kind, const ValueBlocks *blocks, const int32_t *slots, int from, int end, int split_start,
                              const float *weights, int row_stride, float *sums, int queries) {
     const int padded = blocks->padded, in_pairs = kind == KV_BF16 || kind == KV_S8;

@@ -5,17 +5,18 @@
 #include "work.h"
 
 #define MIN_PIECES_PER_THREAD 4
-#define MAX_RUN_SPLITS 8 /* head blocks are prefetched only within a run */
+#define MAX_RUN_SPLITS 8 /* maximum number of splits in a run. Short runs are slower: head blocks are prefetched only within a run. */
 
 /* Iterates over the chunks of a pass, range by range. */
 typedef struct {
     const Pass *pass;
     const AttentionOperation *op;
-    Chunk chunk;                              /* kv_head is set later */
+    Chunk chunk;                              /* kv_head is set by the function that claims a piece */
     int range_index, first_split, num_splits; /* range_index: in Pass.ranges; the chunk has splits [first_split, first_split + num_splits) */
     size_t offset;                            /* index of the chunk's results in Program.split_results */
 } ChunkCursor;
 
+/* Return the number of floats in the results of one split for one KV head: those of all queries of the chunk. */
 static size_t head_result_floats(const ChunkCursor *cursor) {
     return (size_t)(cursor->chunk.rows * (cursor->op->heads / cursor->op->kv_heads)) * (size_t)split_result_floats(cursor->op);
 }

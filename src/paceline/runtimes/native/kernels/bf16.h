@@ -1,6 +1,6 @@
-/* Dot products of bfloat16: in each of 16 lanes, two products are added to a sum. The result has the same bits on all processors, as from the
- * instruction vdpbf16ps: it adds the second value's product, rounds, adds the first value's product, and rounds again. Only denormal float32
- * numbers differ: the instruction treats them as zero. */
+/* Dot products of bfloat16: in each of 16 lanes, two products are added to a sum. The result has the same bits on all processors,
+ * those of the instruction vdpbf16ps: it adds the second value's product, rounds, adds the first value's product, and rounds again. Only
+ * denormal float32 numbers differ: the instruction treats them as zero. */
 #ifndef PACELINE_BF16_H
 #define PACELINE_BF16_H
 

@@ -218,7 +218,7 @@ INLINE ints dot_table_values(table_values w, const int32_t *packed, ints sum, co
     for (int i = 0; i < 2; i++) {
         const __m256i signed_x = sign_method == SIGN_BY_XOR ? _mm256_xor_si256(x, sign.part[i]) : _mm256_sign_epi8(x, sign.part[i]);
         sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude.part[i], signed_x), _mm256_set1_epi16(1)));
-        __asm__("" : "+x"(sums.part[i])); /* as in add_pair_products, against reordering */
+        __asm__("" : "+x"(sums.part[i])); /* keeps the compiler from reordering, as in add_pair_products */
     }
     return (ints)sums.all;
 #else
@@ -229,7 +229,7 @@ INLINE ints dot_table_values(table_values w, const int32_t *packed, ints sum, co
 #endif
 }
 
-/* Sum of the negative weights, by which SIGN_BY_XOR products are too large. 16 bits hold the sum of 256 weights. */
+/* Sum of the negative weights, to subtract: a sum of SIGN_BY_XOR products is the exact sum plus it. 16 bits hold the sum of 256 weights. */
 typedef vector_parts negative_sums;
 
 INLINE void add_negative_values(negative_sums *sums, table_values w) {

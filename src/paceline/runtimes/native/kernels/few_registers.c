@@ -28,7 +28,7 @@ INLINE const int32_t *sum_group_by_tiles(const words *w, const int quads, const 
         _Pragma("unroll") for (int part = 0; part < 16; part++) {
             uint8x16_t *const tile = &tiles[part % 2 * 2 + part / 8].part[part / 2 % 4];
             *tile = (uint8x16_t)vmmlaq_s32((int32x4_t)*tile, (int8x16_t)x.val[part % 2], vld1q_s8((const int8_t *)w + part / 2 * 16));
-            __asm__ volatile("" : "+w"(*tile)); /* as in dot_repeated, against early loads */
+            __asm__ volatile("" : "+w"(*tile)); /* keeps the compiler from loading weights early, as in dot_repeated */
         }
     }
     typedef int64_t row_pairs __attribute__((vector_size(64)));
@@ -87,7 +87,7 @@ INLINE const float *add_decoded_super_block(const words *w, const float *x, floa
 /* Multiply a panel of a K-quant with full blocks of rows, which are `step` words apart. Each super-block is decoded once for all blocks. */
 INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, const int blocks, size_t next_panel_bytes,
                             const int kind) {
-    const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
+    const int header = header_bytes(kind, matrix->scale_columns), codes = super_block_codes_bytes(kind);
     const size_t distance = prefetch_distance(1, next_panel_bytes);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
     floats sum[MAX_BLOCKS][1][MAX_ROWS];
@@ -230,7 +230,7 @@ INLINE floats8 load_floats8(const float *from) {
 }
 
 /* Add the products of `count` columns to one half of the lanes of sums [outputs][rows]. x is packed as pack_rows does for bfloat16: for each 32
- * columns and each row, the 16 first numbers of the pairs, then the 16 second numbers. */
+ * columns and each row, the first numbers of all 16 pairs, then their second numbers. */
 INLINE void add_half_lanes(const uint8_t *const *codes, size_t next_tile, const float *x, int count, floats *sums, const int half, const int outputs,
                            const int rows) {
     floats8 sum[REGISTER_OUTPUTS][MAX_ROWS];

@@ -8,7 +8,7 @@
 #define RUN_COLUMNS 32 /* columns of a run: consecutive columns whose codes GGUF stores together */
 #define MAX_FACTORS (SUPER_BLOCK / 16)
 
-/* GGUF's numbers of tensor types (ggml_type). */
+/* GGUF's tensor type numbers (ggml_type). */
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39 };
 
 typedef uint32_t run_codes __attribute__((vector_size(RUN_COLUMNS))); /* a code in each byte, accessed as words of four codes */
@@ -16,7 +16,7 @@ typedef uint8_t run_bytes __attribute__((vector_size(RUN_COLUMNS)));
 typedef uint32_t half_run __attribute__((vector_size(RUN_COLUMNS / 2)));
 
 /* Unpacked rows, in the form that paceline_fill_panels or paceline_fill_super_blocks reads. Codes have 4 or 8 bits. Blocks of 32 columns have float
- * scales and minimums; super-blocks have float16 scales and integer factors. Formats without minimums leave these arrays unset. */
+ * scales and minimums; super-blocks have float16 scales and integer factors. Formats without minimums leave their minimums unset. */
 typedef struct {
     uint8_t *codes;
     float *scales, *minimums;
@@ -45,7 +45,7 @@ static half_run load_half_run(const uint8_t *from) {
 /* Move bits [at, at + count) of each byte to bit `to`. A macro, because it is used with two vector types. */
 #define MOVE_BITS(codes, at, count, to) (((codes) >> (at) & ((1u << (count)) - 1) * 0x01010101u) << (to))
 
-/* Join 32 codes of 5 bits: the low four bits are the nibbles of 16 bytes; a multiplication spreads four fifth bits over four bytes. */
+/* Join 32 codes of 5 bits, minus `offset`. Low four bits: the nibbles of 16 bytes. A multiplication spreads four fifth bits over four bytes. */
 static void join_5_bits(const uint8_t *low, uint32_t fifth_bits, uint8_t offset, uint8_t *to) {
     const run_codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
     const run_codes spread = ((((run_codes){0} + fifth_bits) >> shifts & 15) * 0x00204081u & 0x01010101u) << 4;
@@ -166,14 +166,14 @@ static const GgufFormat FORMATS[] = {
 
 static size_t num_groups(const GgufFormat *format, size_t columns) { return columns / (size_t)format->group; }
 
-/* Return pointers to one row of `from`, starting at `column`, which begins a block. columns: of a row; block: columns of a block. */
+/* Return pointers to one row of `from`, starting at `column`, which begins a block. columns, block: columns per row, per block. */
 static UnpackedRows unpacked_rows_at(const UnpackedRows *from, const GgufFormat *format, size_t row, size_t columns, size_t column, size_t block) {
     const size_t at = row * columns + column, groups = num_groups(format, at), blocks = at / block;
     return (UnpackedRows){from->codes + at * (size_t)format->code_bits / 8, from->scales + groups, from->minimums + groups, from->float16_scales + blocks,
                     from->float16_minimums + blocks, from->factors + groups, from->minimum_factors + groups};
 }
 
-/* Allocate memory for `columns` columns, summed over all rows; return it, or NULL = out of memory. The caller frees it. */
+/* Allocate memory, which the caller frees, for rows with `columns` columns in total. Return NULL if out of memory. */
 static void *allocate_rows(size_t columns, UnpackedRows *to) {
     const size_t groups = columns / 16, blocks = columns / RUN_COLUMNS;
     uint8_t *const memory = malloc(columns + groups * (2 * sizeof(float) + 2) + blocks * 2 * sizeof(uint16_t));
@@ -246,7 +246,7 @@ static void fill_panels(const GgufBlocks *from, const GgufFormat *format, const 
     paceline_fill_panels(&matrix, from->kind, from->sign_mask, 0, 1, to);
 }
 
-/* Fill panels [begin, end). Return -1 = success, the index of an output with a scale that is not finite, -2 = no memory, -3 = unknown type. */
+/* Fill panels [begin, end). Return -1 = success, -2 = no memory, -3 = unknown type, >= 0: index of an output whose scale is not finite. */
 int32_t paceline_pack_gguf_blocks(const GgufBlocks *from, int32_t begin, int32_t end, int64_t panel_bytes, uint8_t *to) {
     const GgufFormat *format = FORMATS, *const after = FORMATS + sizeof FORMATS / sizeof *FORMATS;
     while (format < after && format->type != from->type) format++;

@@ -38,7 +38,7 @@ static const KQuant K_QUANTS[] = {
 
 INLINE int header_scale_bytes(const int kind, int scale_columns) { return FORMAT(kind)->two_halves ? 64 : 64 * (SUPER_BLOCK / scale_columns); }
 INLINE int header_bytes(const int kind, int scale_columns) { return header_scale_bytes(kind, scale_columns) + FORMAT(kind)->factor_bytes; }
-INLINE int codes_bytes(const int kind) { return SUPER_BLOCK / 8 * LANES * (FORMAT(kind)->low_bits + FORMAT(kind)->high_bits); }
+INLINE int super_block_codes_bytes(const int kind) { return SUPER_BLOCK / 8 * LANES * (FORMAT(kind)->low_bits + FORMAT(kind)->high_bits); }
 
 INLINE floats to_floats(words factors) { return __builtin_convertvector((ints)factors, floats); }
 
@@ -70,7 +70,7 @@ INLINE void decode_8_bit_header(const uint8_t *header, floats *scales) {
     }
 }
 
-/* Decode the scales of a super-block of Q2_K, Q3_K or IQ4_XS, and the minimums of Q2_K. Six-bit factors are stored plus 32. */
+/* Decode the scales of a super-block of Q2_K, Q3_K or IQ4_XS, and the minimums of Q2_K. Six-bit factors are stored with 32 added. */
 INLINE void decode_low_bit_header(const uint8_t *header, int scale_columns, floats *scales, floats *minimums, const int kind) {
     const int second = scale_columns == SUPER_BLOCK ? 0 : kind == PANELS_Q3_K ? 32 : 64; /* byte offset of the second half's scales */
     const floats halves[2] = {load_float16(header), load_float16(header + second)};

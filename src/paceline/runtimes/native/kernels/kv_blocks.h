@@ -13,7 +13,7 @@
  * interleaved in quads of columns for dot_bytes; an S8 head block ends with a float scale for each row. */
 enum { KV_F32, KV_BF16, KV_F16, KV_S8 };
 
-/* Return the columns of a stored row: the head size, rounded up to whole vectors. */
+/* Return the number of columns in a stored row: the head size, rounded up to whole vectors. */
 INLINE int padded_columns(int head_size) { return (head_size + LANES - 1) / LANES * LANES; }
 
 INLINE size_t item_bytes(int kind) { return kind == KV_F32 ? 4 : kind == KV_S8 ? 1 : 2; }

@@ -77,7 +77,7 @@ INLINE void multiply_u8_tile(const Matrix *matrix, int first, const float *x, fl
 #define ONE_ROW_OUTPUTS 4
 #endif
 
-#define PREFETCH_DISTANCE_BYTES 3072 /* for outputs that are computed one after another */
+#define PREFETCH_DISTANCE_BYTES 3072 /* prefetch distance if outputs are computed one after another */
 
 /* Compute the sums of `outputs` outputs for one bfloat16 row, and prefetch the weights that follow in storage order. */
 INLINE void sum_bf16_row(const Matrix *matrix, int first, const float *x, floats *sums, const int outputs) {
@@ -199,7 +199,7 @@ static Product *bf16_product(int rows) {
 /* Return the number of rows to which a block of rows is padded: no tile has 5 or 7 rows. */
 int padded_block_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
-/* Return the floats of one row packed AS_FLOATS or AS_BF16. */
+/* Return the number of floats in one row packed AS_FLOATS or AS_BF16. */
 static size_t packed_columns_floats(int columns, int packing) {
     return packing == AS_FLOATS ? (size_t)ceil_div(columns, LANES) * LANES : (size_t)ceil_div(columns, BF16_STEP) * BF16_STEP_FLOATS;
 }

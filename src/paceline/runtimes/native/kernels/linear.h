@@ -24,8 +24,8 @@ INLINE words load_bf16_codes(const uint8_t *codes, int count) {
     return bits;
 }
 
-/* Store the results of outputs [first, first + outputs) for rows before real_rows (the others are padding): lane sums of sums [outputs][rows], plus
- * the bias. */
+/* Store the results of outputs [first, first + outputs) for rows before real_rows (the others are padding). sums: [outputs][rows]; a
+ * result is the sum of 16 lanes, plus the bias. */
 INLINE void store_lane_sums(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
     float totals[MAX_TILE_OUTPUTS * MAX_ROWS];
     _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {

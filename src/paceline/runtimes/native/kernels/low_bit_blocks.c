@@ -62,7 +62,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
 
 PRODUCTS_OF_KIND(multiply_q2_k, PANELS_Q2_K) PRODUCTS_OF_KIND(multiply_q3_k, PANELS_Q3_K) PRODUCTS_OF_KIND(multiply_iq4_xs, PANELS_IQ4_XS)
 
-/* Write one output's scales and factors to the header of a super-block, which is zero before. number: index of the super-block in a row. */
+/* Write one output's scales and factors to a zeroed header of a super-block. number: index of the super-block in a row. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {
     const int kind = from->kind, groups = SUPER_BLOCK / FORMAT(kind)->group;
     const size_t blocks = (size_t)(from->columns / from->scale_columns), first_block = (size_t)(number * (SUPER_BLOCK / from->scale_columns));
@@ -121,7 +121,7 @@ void fill_low_bit_blocks(const SuperBlocks *from, int32_t begin, int32_t end, ui
             for (int n = 0; n < outputs; n++) fill_header(from, first + n, n, number, at);
             at += header_bytes(from->kind, from->scale_columns);
             for (int part = 0; part < 2; part++) {
-                words transposed[LANES]; /* of 128 columns */
+                words transposed[LANES]; /* 128 columns of each output */
                 load_transposed(from->codes + (size_t)first * stride + (size_t)(number * HALF_BLOCK + part * 64), stride, outputs, 64, transposed);
                 for (int run = 0; run < 4; run++) at = fill_run(from->kind, transposed + 4 * run, at);
             }

@@ -50,7 +50,7 @@ INLINE void compute_down_panels(const int kind, const Matrix *matrix, int begin,
 }
 
 /* Compute panels [begin, end) of a matrix for `count` rows of x. is_scattered: store results at the rows' indices, else consecutively. */
-static void run_down_panels(const Matrix *matrix, int begin, int end, const float *x, const int32_t *row_indices, int count, float *to, size_t width,
+static void multiply_down(const Matrix *matrix, int begin, int end, const float *x, const int32_t *row_indices, int count, float *to, size_t width,
                             int is_scattered) {
     for (int first = 0; first < count; first += 2) {
         RowBatch batch = {.num_real = count - first < 2 ? 1 : 2};
@@ -90,7 +90,7 @@ INLINE void add_up_panels(const int kind, const AdapterProduct *product, int beg
 }
 
 /* Add panels [begin, end) of a LoRA update to the outputs of `count` rows. */
-static void run_up_panels(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *row_indices,
+static void add_updates(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *row_indices,
                           int count, float *y) {
     for (int first = 0; first < count; first += 8) {
         RowBatch batch = {.num_real = count - first < 8 ? count - first : 8};
@@ -110,7 +110,7 @@ static const AdapterSite *adapter_site_of(const PassAdapter *adapter, const Line
     return site->products && adapter->count[op->common.rows == LOGITS_ROWS] ? site : NULL;
 }
 
-/* Return whether a row of the operation has an adapter that changes its results. */
+/* Return whether any row of the operation has an adapter that changes its results. */
 int has_adapters_for(const Pass *pass, const LinearOperation *op) {
     for (int number = 0; op->adapter_site >= 0 && number < pass->num_adapters; number++)
         if (adapter_site_of(pass->adapters + number, op)) return 1;
@@ -124,7 +124,7 @@ static void apply_xlora_scalings(const PassAdapter *adapter, const int32_t *colu
             low_rank[(size_t)row * width + (size_t)rank] *= adapter->scalings[(size_t)row * (size_t)adapter->num_scalings + (size_t)columns[rank]];
 }
 
-/* Return the number of pieces of work for `run_down_piece`: the panels of `down` of all adapters. */
+/* Return the number of pieces of work for `compute_down_piece`: the panels of `down` of all adapters. */
 int num_down_pieces(const Work *work, const LinearOperation *op) {
     int pieces = 0;
     for (int number = 0; number < work->pass->num_adapters; number++) {
@@ -135,7 +135,7 @@ int num_down_pieces(const Work *work, const LinearOperation *op) {
 }
 
 /* Compute one piece: a panel of an adapter's `down`, for all rows of the adapter. */
-void run_down_piece(const Work *work, const LinearOperation *op, int piece) {
+void compute_down_piece(const Work *work, const LinearOperation *op, int piece) {
     const Pass *pass = work->pass;
     const int is_logits = op->common.rows == LOGITS_ROWS;
     const size_t width = (size_t)pass->low_rank_floats;
@@ -149,7 +149,7 @@ void run_down_piece(const Work *work, const LinearOperation *op, int piece) {
     const AdapterSite *site = adapter_site_of(adapter, op);
     const int first = adapter->first[is_logits], begin = piece * DOWN_OUTPUTS, left = site->down->outputs - begin;
     float *low_rank = pass->low_rank + (size_t)first * width;
-    run_down_panels(site->down, piece, piece + 1, buffer(work, op->x), pass->adapter_rows + first, adapter->count[is_logits], low_rank, width, 0);
+    multiply_down(site->down, piece, piece + 1, buffer(work, op->x), pass->adapter_rows + first, adapter->count[is_logits], low_rank, width, 0);
     if (site->scaling_columns && adapter->scalings && !is_logits)
         apply_xlora_scalings(adapter, site->scaling_columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
 }
@@ -185,14 +185,14 @@ void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int b
         const int first = adapter->first[is_logits], count = adapter->count[is_logits];
         const int32_t *row_indices = pass->adapter_rows + first;
         if (product->replacement)
-            run_down_panels(product->replacement, begin / DOWN_OUTPUTS, ceil_div(end, DOWN_OUTPUTS), buffer(work, op->x), row_indices, count, y,
+            multiply_down(product->replacement, begin / DOWN_OUTPUTS, ceil_div(end, DOWN_OUTPUTS), buffer(work, op->x), row_indices, count, y,
                      (size_t)outputs, 1);
         if (product->up)
-            run_up_panels(product, begin / LANES, ceil_div(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, row_indices, count, y);
+            add_updates(product, begin / LANES, ceil_div(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, row_indices, count, y);
     }
 }
 
-/* Pairs [first, first + count) of an expert whose rows have the same adapter, and the adapter's update of this expert. */
+/* Pairs [first, first + count) of an expert, all with the same adapter, and the adapter's update of this expert. */
 typedef struct {
     const AdapterSite *site;
     int first, count;
@@ -214,7 +214,7 @@ static AdapterPairs next_pairs(const Pass *pass, const ExpertsOperation *op, con
     for (AdapterPairs pairs = next_pairs(pass, op, routes, active, (active)->first); pairs.count; \
          pairs = next_pairs(pass, op, routes, active, pairs.first + pairs.count))
 
-/* Return whether a pair has an adapter that changes its expert. */
+/* Return whether any pair has an adapter that changes its expert. */
 int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes) {
     if (op->adapter_site < 0 || !pass->num_adapters) return 0;
     for (int number = 0; number < *routes->num_active; number++) {
@@ -224,8 +224,8 @@ int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Route
     return 0;
 }
 
-/* Compute `down` for the pairs of all experts. Tickets count num_packed blocks of pack_expert_rows, then panels. ticket: drawn, but unused. */
-void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed) {
+/* Compute `down` for all pairs. Tickets below num_packed are for pack_expert_rows, others are panels. ticket: drawn but not yet used. */
+void compute_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed) {
     const Pass *pass = work->pass;
     const size_t width = (size_t)pass->low_rank_floats;
     const float *x = buffer(work, op->x);
@@ -235,7 +235,7 @@ void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Route
             if (!down) continue;
             const int panels = ceil_div(down->outputs, DOWN_OUTPUTS);
             for (; ticket - num_packed < panels; ticket = next_ticket(work, 0))
-                run_down_panels(down, ticket - num_packed, ticket - num_packed + 1, op->is_per_pair ? x + (size_t)pairs.first * (size_t)down->columns : x,
+                multiply_down(down, ticket - num_packed, ticket - num_packed + 1, op->is_per_pair ? x + (size_t)pairs.first * (size_t)down->columns : x,
                          op->is_per_pair ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
             num_packed += panels;
         }
@@ -256,7 +256,7 @@ void add_low_rank_to_pairs(const Work *work, const ExpertsOperation *op, const R
     EACH_ADAPTER_PAIRS(pairs, active) {
         const AdapterProduct *product = pairs.site->products + matrix;
         if (product->up)
-            run_up_panels(product, begin / LANES, ceil_div(end, LANES), like->outputs, pass->low_rank + (size_t)pairs.first * width, width, NULL,
+            add_updates(product, begin / LANES, ceil_div(end, LANES), like->outputs, pass->low_rank + (size_t)pairs.first * width, width, NULL,
                      pairs.count, buffer(work, like->out) + (size_t)pairs.first * (size_t)like->outputs);
     }
 }

@@ -40,16 +40,16 @@ typedef struct {
 
 /* A K-quant matrix stored row by row, from which panels are filled. */
 typedef struct {
-    int32_t kind, outputs, columns, scale_columns, zero_point; /* scale_columns as in `Matrix`; code + zero_point is unsigned */
+    int32_t kind, outputs, columns, scale_columns, zero_point; /* scale_columns: as in `Matrix` */
     int64_t row_bytes;
-    const uint8_t *codes;                     /* [outputs, columns]: bytes, or 4 bits as paceline_fill_panels reads them */
+    const uint8_t *codes;                     /* [outputs, columns]: bytes (+ zero_point in the panels), or 4 bits as in paceline_fill_panels */
     const uint16_t *scales, *minimums;        /* [outputs, columns / scale_columns] float16; minimums may be NULL */
     const uint8_t *factors, *minimum_factors; /* [outputs, columns / group] */
 } SuperBlocks;
 
 /* A matrix in GGUF blocks, from which panels are filled (gguf_blocks.c). */
 typedef struct {
-    int32_t type, kind; /* type: ggml_type; kind: of the panels */
+    int32_t type, kind; /* type: ggml_type of the blocks; kind: how the panels are stored */
     int32_t outputs, columns, zero_point;
     int32_t scale_columns; /* as in `Matrix`; 0 = each group's scale is stored as a float32 */
     int32_t sign_mask;     /* see paceline_fill_panels */
@@ -71,7 +71,7 @@ enum { AS_FLOATS, AS_BF16, AS_BYTES };
 /* The rows that an operation processes: all rows of the pass, or only those whose logits are computed, made consecutive by GATHER. */
 enum { ALL_ROWS, LOGITS_ROWS };
 
-/* The first fields of every operation. In all operations x, y, q, k, v and out are numbers of buffers (Program.buffers). */
+/* The first fields of every operation. In all operations x, y, q, k, v and out are indices in Program.buffers. */
 typedef struct {
     int32_t code, out; /* out: unused by LINEAR and EXPERTS, which write to the `out` of each matrix */
     int32_t rows;      /* ALL_ROWS or LOGITS_ROWS */
@@ -89,7 +89,7 @@ typedef struct {
     Operation common;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    int32_t weighted_heads, is_centered; /* weighted_heads: heads with different weights, repeated for the other heads; is_centered: 1 = layer norm */
+    int32_t weighted_heads, is_centered; /* weighted_heads: number of heads in `weight`, which is repeated; is_centered: 1 = layer norm */
     const float *weight, *bias; /* [weighted_heads, head_size]; NULL = none */
 } NormOperation;
 
@@ -106,14 +106,14 @@ typedef struct {
     int32_t block_table_set; /* index of the layer's set of block tables, see Pass.blocks_per_table_set */
     int32_t window; /* rows (token positions) of the sliding window; 0 = none */
     int32_t is_causal; /* 1 = causal attention; the masks of ranges are ignored */
-    int32_t latent_size; /* MLA: leading columns of a key that are its value; only values are stored, and v = k. 0 = keys and values are separate */
+    int32_t latent_size; /* MLA: number of leading key columns that are the value: v = k, stored once, as values. 0 = separate values */
     float scale, soft_cap; /* 0 = none */
     const float *sinks; /* [heads] attention sinks (gpt-oss): the score of an additional key without a value; NULL = none */
 } AttentionOperation;
 
 typedef struct {
     Operation common;
-    int32_t x, up, width, activation, group;         /* up: -1 = `weight`; each column of x is multiplied with `group` adjacent columns of `up` */
+    int32_t x, up, width, activation, group;         /* up: -1 = use `weight`; a column of x multiplies `group` adjacent columns of `up` */
     float slope, limit, alpha_p, alpha_n, beta, eps; /* CLAMPED_SWIGLU: slope, limit; XIELU: the others */
     const float *weight;                             /* [width] used for every row; NULL = ones */
 } GatedOperation;
@@ -146,7 +146,7 @@ typedef struct {
     float offset;
 } MixOperation;
 
-/* Products of each head of x [rows, heads * columns] with its own matrix, each followed by a head of tails [rows, heads * tail_columns]. */
+/* For each head of x [rows, heads * columns] its product with its own matrix, then its columns of tails [rows, heads * tail_columns]. */
 typedef struct {
     Operation common;
     int32_t x, tails, heads, tail_columns, packing; /* tails: -1 if tail_columns = 0 */
@@ -160,7 +160,7 @@ typedef struct {
     int32_t groups, chosen_groups, scores_per_group; /* experts are chosen from the groups with the largest sums of their 1 or 2 best scores */
     int32_t is_normalized; /* 1 = the weights of a row are divided by their sum + epsilon */
     float epsilon, factor; /* factor: multiplies all expert weights */
-    const float *correction; /* [num_experts] added to scores when experts are chosen, but not in their weights; NULL = none */
+    const float *correction; /* [num_experts] added to scores for the choice of experts, not for their weights; NULL = none */
     const float *scales; /* [num_experts] factor of each expert's weight; NULL = none */
 } RouteOperation;
 
@@ -193,7 +193,7 @@ typedef struct {
 /* A causal convolution over the rows of a range in which each row has its own kernel: `base` plus one value of `added` per group of columns. */
 typedef struct {
     Operation common;
-    int32_t x, added, width, added_width, added_offset; /* [kernel_size, width / group] of each row of `added`, from column added_offset on */
+    int32_t x, added, width, added_width, added_offset; /* `added` has [kernel_size, width / group] values per row, from column added_offset on */
     int32_t kernel_size, group;
     const float *base; /* [kernel_size, width]; the first tap multiplies the row itself */
 } BlockConvolutionOperation;
@@ -263,11 +263,11 @@ typedef struct {
 
 /* A draft tree along which a path of target tokens is sampled, see paceline_sample_paths. */
 typedef struct {
-    const float *logits, *block_max; /* of node 0; block_max: as LinearOperation computes it, NULL = unknown */
+    const float *logits, *block_max; /* the rows of node 0; block_max: as LinearOperation computes it, NULL = unknown */
     int64_t logits_stride, block_max_stride; /* floats between the rows of consecutive nodes */
     const SampleOptions *options;
     const int32_t *tree; /* [2, num_nodes]: tokens, then parent nodes; not read if there is only node 0 */
-    uint64_t seed, sample_index, position; /* position: of the first token to sample */
+    uint64_t seed, sample_index, position; /* position: that of the first token to sample */
     int32_t *result; /* [2, num_nodes]: sampled tokens, then the accepted nodes */
     int32_t num_nodes, num_tokens; /* num_tokens: number of sampled tokens, a result */
 } SamplePath;
@@ -293,7 +293,7 @@ typedef struct {
     int32_t first_save, num_saves; /* part of StateRange.saves */
 } StateStep;
 
-/* A copy of the state after the first `count` pending and new rows. */
+/* A copy of the state after `count` rows: the pending rows, then rows of the range. */
 typedef struct {
     float *state;
     int64_t count;
@@ -313,7 +313,7 @@ typedef struct {
     const int32_t *paths;     /* [number of paths][CHECKPOINT_INTERVAL] nodes whose updates a step adds */
     const StateStep *steps;
     const StateSave *saves;
-    int32_t *has_run; /* the kernels set it to 1 at the end of the pass */
+    int32_t *has_run; /* set to 1 at the end of the pass: the applied rows are in the state, and the saves are written */
     int64_t record_floats;
     int32_t num_pending, num_applied, num_steps, num_saves;
 } StateRange;
@@ -341,17 +341,17 @@ typedef struct {
     const Operation *const *operations;
     int32_t num_operations, num_threads;
     float *const *buffers;
-    float *packed_inputs;       /* packed input rows of a product: packed_floats(rows, max_columns) */
-    float *packed_rows;         /* one packed row per thread: packed_floats(1, max_columns) each */
-    float *const *scratch;      /* per thread: paceline_attention_floats */
+    float *packed_inputs;       /* packed input rows of a product: paceline_packed_floats(rows, columns) floats */
+    float *packed_rows;         /* memory of each thread for a packed block of rows: paceline_packed_floats(1, max_columns) floats */
+    float *const *scratch;      /* memory of each thread for attention: paceline_attention_floats floats */
     uint8_t *const *kv_storage; /* [2 * layers] keys of layer 0, its values, keys of layer 1, ...; see kv_blocks.h */
-    float *split_results;       /* results of attention splits (attention.h); if they do not fit, chunks are not divided into splits */
+    float *split_results;       /* results of attention splits (attention.h); if they do not fit, a thread computes all splits of a chunk */
     int64_t split_results_floats;
     int32_t kv_kind, max_columns; /* kv_kind: data type of cached keys and values */
     int32_t *tickets;             /* [PHASES * num_operations], see work.h */
     int64_t *claims;              /* [num_threads][claims_per_thread], see work.h */
     int64_t claims_per_thread;
-    float *state_scratch; /* per thread: state_floats, see state_blocks.c */
+    float *state_scratch; /* memory of each thread for state blocks (state_blocks.c): state_floats floats */
     int64_t state_floats;
 } Program;
 

@@ -57,7 +57,7 @@ INLINE double exponential_variate(uint32_t bits) { return -log1p(-(((double)bits
 /* The state of a search for the column with the largest score - log E. A column's weight is exp(score - constant). */
 typedef struct {
     double max_score, second_score;
-    float max_ratio; /* a column with a larger noise / weight can neither be sampled nor come close to the largest score */
+    float max_ratio; /* a column whose quotient noise / weight is larger can neither be sampled nor come close to the largest score */
     int argmax;      /* column that has max_score; -1 = none yet */
 } GumbelMax;
 

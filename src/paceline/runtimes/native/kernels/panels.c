@@ -7,7 +7,7 @@
 #include "panels.h"
 #include "transpose.h"
 
-static int has_narrow_codes(int kind) { return kind >= PANELS_4_BITS; }
+static int has_narrow_codes(int kind) { return kind >= PANELS_4_BITS; } /* codes have at most 6 bits */
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
 static int has_float16_scales(int kind) { return kind == PANELS_4_BITS_FLOAT16 || kind == PANELS_4_BITS_TABLE_FLOAT16; }
 static int quad_words(int kind) { return uses_table(kind) ? TABLE_WORDS : has_narrow_codes(kind) ? NARROW_WORDS : DOT_WORDS; }
@@ -35,7 +35,7 @@ INLINE float quantize_group(const float *x, int group, int32_t *to, size_t step,
         sums += codes;
     }
     *total = __builtin_reduce_add(sums);
-    return is_finite ? max_magnitude / 127.0f : max_magnitude - max_magnitude; /* infinity - infinity = NaN */
+    return is_finite ? max_magnitude / 127.0f : max_magnitude - max_magnitude; /* NaN if a value is infinite or NaN */
 }
 
 /* Pack columns [begin, end) of rows [first, first + real) of x as [columns / group][header, quads][padded]. row_indices as in pack_rows. Header:
@@ -158,7 +158,7 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
         }
 }
 
-/* Return the bytes of a panel that is not a K-quant. */
+/* Return the size in bytes of a panel that is not a K-quant. */
 int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
     const int64_t header = has_float16_scales(kind) ? (int64_t)sizeof(halfs) : (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
     return columns / group * (header + (int64_t)group * (has_narrow_codes(kind) ? 8 : 16));

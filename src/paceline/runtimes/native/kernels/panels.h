@@ -121,7 +121,7 @@ extern int is_one_stream_best;
 #endif
 
 /* Return the prefetch distance in bytes. next_panel_bytes = 0: prefetch later weights of the same panel, farther ahead if it is the only read
- * stream. An earlier block of rows has already loaded this panel: prefetch the next panel, which is next_panel_bytes ahead. */
+ * stream. next_panel_bytes > 0: an earlier block of rows has loaded this panel, so prefetch the next panel, next_panel_bytes ahead. */
 INLINE size_t prefetch_distance(const int panels, size_t next_panel_bytes) { return next_panel_bytes ? next_panel_bytes : panels > 1 ? 1024 : 4096; }
 
 #define TILE_OF(rows, PRODUCTS)                                                             \
@@ -136,7 +136,7 @@ INLINE size_t prefetch_distance(const int panels, size_t next_panel_bytes) { ret
 #define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
 #endif
 
-/* PRODUCTS_OF_KIND defines the function of one kind from the includer's multiply_tile. One function for all kinds takes longer to compile. */
+/* PRODUCTS_OF_KIND defines one kind's function from the includer's multiply_tile. One function for all kinds would take longer to compile. */
 #define KIND_TILE(rows, panels)                                             \
     for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES) \
         multiply_tile(matrix, first, x, y, rows, real_rows, next_panel_bytes, panels, kind);

@@ -5,11 +5,11 @@
 
 #include <string.h>
 
-#define PIECE_OUTPUTS 48 /* outputs of a product: a multiple of the 8, 6, 4 and 3 outputs of a tile in linear.c */
+#define PIECE_OUTPUTS 48 /* outputs of a piece of a product: a multiple of 8, 6, 4 and 3, the outputs of a tile in linear.c */
 #define PANEL_OUTPUTS 16 /* outputs of a panel; a piece is one panel or, with few rows, four (MAX_PANELS), see piece_outputs */
-#define MIN_THREAD_PIECES 4 /* with fewer pieces per thread, smaller pieces are used: all threads wait for the last piece, longest on a slow core */
+#define MIN_THREAD_PIECES 4 /* with fewer pieces per thread, they are made smaller: all threads wait for the last one, perhaps on a slow core */
 #define PIECE_FLOATS 512 /* floats of a piece of an elementwise operation with few rows: small, so that a thread's columns stay in its cache */
-#define PIECE_FLOATS_MANY 4096 /* floats of a piece from MANY_ROWS rows on, which do not fit in a cache */
+#define PIECE_FLOATS_MANY 4096 /* floats of such a piece with at least MANY_ROWS rows, whose data do not fit in a cache */
 #define MANY_ROWS 64
 #define PIECE_PACKED_COLUMNS 512 /* input columns that a piece packs */
 
@@ -24,7 +24,7 @@ typedef struct {
 
 static int num_operation_rows(const Pass *pass, const Operation *operation) { return operation->rows == LOGITS_ROWS ? pass->num_logits_rows : pass->rows; }
 
-/* Return the outputs of a piece of a product. thread_outputs: outputs per thread. */
+/* Return the number of outputs in a piece of a product. thread_outputs: number of outputs per thread. */
 static int piece_outputs(int packing, int rows, int thread_outputs) {
     if (packing != AS_BYTES) return PIECE_OUTPUTS;
     return rows > 4 || is_one_stream_best || thread_outputs < MIN_THREAD_PIECES * 4 * PANEL_OUTPUTS ? PANEL_OUTPUTS : 4 * PANEL_OUTPUTS;
@@ -39,7 +39,7 @@ static const float *pack_one_row(const Work *work, const Matrix *matrix, int pac
     return packed;
 }
 
-/* Return the input columns that a piece packs: a multiple of the group size. */
+/* Return the number of input columns that a piece packs: a multiple of the group size. */
 static int piece_packed_columns(const Matrix *matrix, int packing) {
     return packing == AS_BYTES ? PIECE_PACKED_COLUMNS / matrix->group * matrix->group : PIECE_PACKED_COLUMNS;
 }
@@ -56,7 +56,7 @@ static void prepare_linear(const Work *work, const LinearOperation *op, const fl
     const int pieces[] = {work->rows > 1 ? ceil_div(op->matrices->columns, piece_packed_columns(op->matrices, op->packing)) * blocks : 0,
                           has_adapters ? num_down_pieces(work, op) : 0};
     for (PieceQueue queue = {.part_pieces = pieces, .num_parts = 2}; claim_piece(work, 0, &queue);)
-        if (queue.part) run_down_piece(work, op, queue.piece);
+        if (queue.part) compute_down_piece(work, op, queue.piece);
         else pack_piece(work, op->matrices, op->packing, x, blocks, queue.piece);
 }
 
@@ -94,8 +94,8 @@ static void run_route(const Work *work, const Operation *operation) {
     if (next_ticket(work, 1) == 0) sort_pairs(op, &routes, order, work->rows);
 }
 
-/* Pack the input rows of each active expert. A ticket is a block of rows, counted over all experts. Return the first ticket that this thread has
- * drawn and not used. *num_blocks: the total. */
+/* Pack the input rows of each active expert. A ticket is a block of rows, counted over all experts. Return the one ticket that this thread
+ * has drawn but not used. *num_blocks: the total number of blocks. */
 static int pack_expert_rows(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int *num_blocks) {
     const float *x = buffer(work, op->x);
     const size_t columns = (size_t)op->matrices[0].columns, row_words = packed_row_floats(op->matrices, op->packing);
@@ -144,7 +144,7 @@ static void run_experts(const Work *work, const Operation *operation) {
     if (!is_one_row || has_adapters) {
         int ticket = next_ticket(work, 0), num_pieces = 0;
         if (!is_one_row) ticket = pack_expert_rows(work, op, &routes, ticket, &num_pieces);
-        if (has_adapters) run_down_of_pairs(work, op, &routes, ticket, num_pieces);
+        if (has_adapters) compute_down_of_pairs(work, op, &routes, ticket, num_pieces);
         barrier();
     }
     int total = 0;
@@ -217,7 +217,7 @@ typedef struct {
     int begin, count;
 } ColumnPiece;
 
-/* Claim columns of a row; return 0 if no piece is left. Pieces are numbered by columns first: a thread gets the same ones in each operation. */
+/* Claim columns of a row; 0 = none are left. Pieces are ordered by column, then by row: a thread gets the same columns in each operation. */
 static int claim_columns(const Work *work, int width, ColumnPiece *piece) {
     const int step = work->rows < MANY_ROWS ? PIECE_FLOATS : PIECE_FLOATS_MANY;
     const int total = ceil_div(width, step) * work->rows, number = claim_next_piece(work, 0, total, &piece->queue);
@@ -343,7 +343,7 @@ void paceline_run(const Program *program, const Pass *pass) {
     for (int range = 0; run.pass.states && range < run.pass.num_ranges; range++) *run.pass.states[range].has_run = 1;
 }
 
-/* Return the floats of Program.packed_inputs for products of `rows` input rows of `columns` columns. */
+/* Return how many floats Program.packed_inputs needs for products with `rows` input rows of `columns` columns. */
 int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)packed_floats(rows, columns); }
 
 /* Return KERNELS_VERSION for index 0, then the size of each record in the order of records.py, then -1, for a check by the loader. */

@@ -21,7 +21,7 @@ static void save_conv_inputs(const StateRange *range, const ConvolutionOperation
                conv_input_at(range, op, x, state_inputs, end - num_state_inputs + i, channel), (size_t)count * sizeof(float));
 }
 
-/* Convolve `count` channels of one row. inputs: [size] of the row's path, the row itself last; size: kernel size, usually a constant. */
+/* Convolve `count` channels of one row. inputs: [size] those of the rows on its path, its own last; size: kernel size, often a constant. */
 INLINE void convolve_inputs(const ConvolutionOperation *op, const float *const *inputs, int channel, int count, float *out, int size) {
     EACH_16(column, lanes, count) {
         floats sum = op->bias ? load_part(op->bias + channel + column, lanes) : broadcast(0.0f);
@@ -112,14 +112,14 @@ void prepare_gates(const StateOperation *op, const float *a, const float *b, flo
 static void multiply_keys(const float *key, const float *query, const float *const *other_keys, int count, int size, float *products) {
     floats sums[2 * CHECKPOINT_INTERVAL];
     for (int i = 0; i < CHECKPOINT_INTERVAL; i++) {
-        floats of_key = broadcast(0.0f), of_query = broadcast(0.0f);
+        floats key_products = broadcast(0.0f), query_products = broadcast(0.0f);
         if (i < count)
             EACH_16(at, lanes, size) {
                 const floats other = load_part(other_keys[i] + at, lanes);
-                of_key = fmadd(load_part(key + at, lanes), other, of_key);
-                of_query = fmadd(load_part(query + at, lanes), other, of_query);
+                key_products = fmadd(load_part(key + at, lanes), other, key_products);
+                query_products = fmadd(load_part(query + at, lanes), other, query_products);
             }
-        sums[2 * i] = of_key, sums[2 * i + 1] = of_query;
+        sums[2 * i] = key_products, sums[2 * i + 1] = query_products;
     }
     store(products, lane_sums(sums));
 }
@@ -163,7 +163,7 @@ static void prefetch_keys(const StateRange *range, const StateOperation *op, int
     }
 }
 
-/* Prepare the keys and queries of all rows of a range for one head, and pack them by step. x, prepared: of the range's first row. */
+/* Prepare the keys and queries of all rows of a range for one head, and pack them by step. x and prepared start at the range's first row. */
 void prepare_keys(const StateRange *range, const StateOperation *op, int rows, int head, const float *x, float *prepared) {
     const int size = op->rows_of_state;
     if (rows <= 2 * CHECKPOINT_INTERVAL) prefetch_keys(range, op, rows, head, x);

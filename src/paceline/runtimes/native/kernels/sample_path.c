@@ -16,7 +16,7 @@
 #define MAX_LOGIT_ERROR 0x1p-21f /* logits closer than this (relative) may be equal after division by the temperature */
 #define MAX_WEIGHT_ERROR 1e-5f   /* weights closer than this (relative) may be in another order in the reference */
 #define MAX_SCORE_ERROR 1e-9     /* scores plus noise closer than this (relative) may be in another order in the reference */
-#define NEGLIGIBLE_LOG 14.0f     /* total weights below e^-NEGLIGIBLE_LOG of the largest weight are far below MAX_SUM_ERROR */
+#define NEGLIGIBLE_LOG 14.0f     /* a total weight below e^-NEGLIGIBLE_LOG times the largest weight changes sums far less than MAX_SUM_ERROR */
 #define MAX_SCORE 0x1p20f        /* with larger scores, score - log E is too imprecise */
 
 /* A row of logits to sample from. A score is logit / temperature; a weight is exp(score - peak). */
@@ -31,7 +31,7 @@ typedef struct {
     double total;                     /* sum of all weights; 0 = not computed yet */
 } LogitsRow;
 
-static int first_column_with(const float *row, int columns, float target) {
+static int first_column_equal_to(const float *row, int columns, float target) {
     for (int column = 0; column < columns; column += LANES) {
         const floats logits = load_padded(row + column, columns - column < LANES ? columns - column : LANES, -INFINITY);
         if (!__builtin_reduce_or((ints)(logits == broadcast(target)))) continue;
@@ -108,7 +108,7 @@ static void compute_block_weights(const LogitsRow *row) {
     }
 }
 
-/* Return whether a column of a block has noise of at most max_noise. May be true because of columns past the end of the row. */
+/* Return whether any column of a block has noise of at most max_noise. Columns past the end of the row count too: it may be a false 1. */
 static int has_low_noise(uint64_t key, int block, uint32_t max_noise) {
     long_words state = noise_state(key, block * BLOCK_COLUMNS);
     words low = (words){0} - 1;
@@ -154,10 +154,10 @@ static double total_weight_below(const LogitsRow *row, float max_logit) {
     return total;
 }
 
-/* Return whether top-p keeps a column: 1, 0, or UNDECIDED. It is kept if all columns with larger logits have less than top_p of the total weight.
- * Blocks with larger logits are summed first, because they alone often decide. */
+/* Return whether top-p keeps a column: 1, 0, or UNDECIDED. It is kept if the columns with larger logits together have less than top_p of the
+ * total weight. Blocks that may contain such columns are summed first, because they alone often decide. */
 static int is_kept_by_top_p(LogitsRow *row, int column, double top_p) {
-    const float logit = row->logits[column], error = fmaxf(fabsf(logit) * MAX_LOGIT_ERROR, FLT_MIN); /* covers denormal quotients */
+    const float logit = row->logits[column], error = fmaxf(fabsf(logit) * MAX_LOGIT_ERROR, FLT_MIN); /* FLT_MIN: quotients may be denormal */
     const floats above = broadcast(logit + error), below = broadcast(logit - error);
     double before = 0.0, tied = 0.0, summed = 0.0;
     for (int block = 0; block < row->blocks; block++) {
@@ -206,7 +206,7 @@ static int sample_token(LogitsRow *row, const SampleOptions *options) {
     if (!(max_logit > -INFINITY && max_logit < INFINITY)) return UNDECIDED;
     int block = 0;
     while (row->block_max[block] != max_logit) block++;
-    const int begin = block * BLOCK_COLUMNS, place = first_column_with(row->logits + begin, block_end(row, block) - begin, max_logit);
+    const int begin = block * BLOCK_COLUMNS, place = first_column_equal_to(row->logits + begin, block_end(row, block) - begin, max_logit);
     if (place == UNDECIDED || row->temperature == 0.0f) return place == UNDECIDED ? UNDECIDED : begin + place;
     row->peak = max_logit / row->temperature;
     return fabsf(row->peak) <= MAX_SCORE ? sample_by_temperature(row, options, begin + place) : UNDECIDED;
@@ -263,7 +263,7 @@ static void sample_paths(void *argument, int thread, int num_threads) {
     }
 }
 
-/* Sample several paths, divided among threads. scratch: scratch_floats floats for each thread, three times the vocabulary size rounded up to 16. */
+/* Sample paths, divided among threads. scratch: scratch_floats = 3 * (vocabulary size rounded up to a multiple of 16) floats per thread. */
 void paceline_sample_paths(SamplePath *paths, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
     SamplePathsCall call = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
     atomic_init(&call.next, 0);

@@ -99,7 +99,7 @@ INLINE floats store_bf16_pairs(floats a, floats b, floats sum, float *to) {
 #ifdef __AVX512BF16__
     const words both = (words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
     store(to, (floats)both);
-    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* pairs of 1.0 */
+    return dot_bf16(both, (words){0} + 0x3F803F80u, sum); /* with pairs of 1.0, it adds both weights */
 #else
     a = round_to_bf16(a);
     b = round_to_bf16(b);
@@ -126,7 +126,7 @@ INLINE floats exp2_vectors(float *scores, int at, const int count, float factor,
     return sum;
 }
 
-/* Replace scores [first, last), multiples of 32, by 2^(factor * score - largest), as pairs of bfloat16 if for_bf16; return their sum. */
+/* Replace scores [first, last) by 2^(factor * score - largest), as pairs of bfloat16 if for_bf16. Return their sum. first, last: multiples of 32. */
 INLINE float exp2_weights(float *scores, int first, int last, float factor, float largest, const int for_bf16) {
     floats sum = broadcast(0.0f);
     int at = first;

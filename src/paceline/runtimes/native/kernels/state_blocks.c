@@ -24,7 +24,7 @@ typedef struct {
 
 /* Products S^T k and S^T q of a state block with the keys and the queries of rows. */
 typedef struct {
-    floats of_key[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS], of_query[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS];
+    floats key_products[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS], query_products[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS];
 } SweepSums;
 
 /* The updates of CHECKPOINT_INTERVAL nodes, applied together: S becomes decay * S + sum over j of keys[j] updates[j]^T. */
@@ -41,15 +41,15 @@ typedef struct {
     const PathUpdates *path; /* NULL = none */
     const float *packed; /* [size][stride] alternating keys and queries of the rows */
     const float *next_block; /* block to prefetch: one vector for every 2^prefetch_shift vectors read */
-    int size, stride, vectors, prefetch_shift; /* size: floats of a key; vectors: in a row of the block */
+    int size, stride, vectors, prefetch_shift; /* size: number of floats in a key; vectors: in a row of the block */
 } Sweep;
 
 /* Process vectors [first, first + count) of each row of a state block, see Sweep. */
 INLINE void sweep_vectors(const Sweep *task, int first, int count, int rows, int has_path, SweepSums *sums) {
-    floats of_key[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS], of_query[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS];
+    floats key_products[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS], query_products[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS];
     floats updates[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS], decay = broadcast(0.0f);
     for (int row = 0; row < rows; row++)
-        for (int lane = 0; lane < count; lane++) of_key[row][lane] = of_query[row][lane] = broadcast(0.0f);
+        for (int lane = 0; lane < count; lane++) key_products[row][lane] = query_products[row][lane] = broadcast(0.0f);
     if (has_path) {
         decay = broadcast(task->path->decay);
         for (int j = 0; j < CHECKPOINT_INTERVAL; j++)
@@ -70,15 +70,15 @@ INLINE void sweep_vectors(const Sweep *task, int first, int count, int rows, int
             }
 #pragma unroll
             for (int row = 0; row < rows; row++) {
-                of_key[row][lane] = fmadd(broadcast(packed[2 * row]), v, of_key[row][lane]);
-                of_query[row][lane] = fmadd(broadcast(packed[2 * row + 1]), v, of_query[row][lane]);
+                key_products[row][lane] = fmadd(broadcast(packed[2 * row]), v, key_products[row][lane]);
+                query_products[row][lane] = fmadd(broadcast(packed[2 * row + 1]), v, query_products[row][lane]);
             }
         }
     }
     for (int row = 0; row < rows; row++)
         for (int lane = 0; lane < count; lane++) {
-            sums->of_key[row][first + lane] = of_key[row][lane];
-            sums->of_query[row][first + lane] = of_query[row][lane];
+            sums->key_products[row][first + lane] = key_products[row][lane];
+            sums->query_products[row][first + lane] = query_products[row][lane];
         }
 }
 
@@ -117,9 +117,9 @@ static void collect_path(const StateRange *range, const StateOperation *op, cons
     }
 }
 
-/* Compute the update and the output of a row. of_key, of_query: products of its key and query with the state of its step. */
-static void compute_row_output(const StateRange *range, const StateOperation *op, const StateBlock *block, int row, const floats *of_key,
-                               const floats *of_query, const float *values, float *prepared, float *out) {
+/* Compute the update and the output of a row. key_products, query_products: products of its key and query with the state of its step. */
+static void compute_row_output(const StateRange *range, const StateOperation *op, const StateBlock *block, int row, const floats *key_products,
+                               const floats *query_products, const float *values, float *prepared, float *out) {
     const PreparedRow parts = prepared_row_parts(op, prepared_row_at(op, prepared, row));
     const int32_t *before = range->ancestors + (size_t)row * CHECKPOINT_INTERVAL;
     const float *products = parts.products + (size_t)block->key_head * 2 * CHECKPOINT_INTERVAL, *updates[CHECKPOINT_INTERVAL];
@@ -136,7 +136,7 @@ static void compute_row_output(const StateRange *range, const StateOperation *op
     float *record = replay_record_at(range, range->row_records[row]);
     EACH_16(column, lanes, block->width) {
         const floats v = load_part(values + block->first + column, lanes);
-        floats update = v, y = broadcast(decay) * of_query[column / LANES], predicted = broadcast(decay) * of_key[column / LANES];
+        floats update = v, y = broadcast(decay) * query_products[column / LANES], predicted = broadcast(decay) * key_products[column / LANES];
         for (int j = 0; j < count; j++) {
             const floats other = load_part(updates[j] + column, lanes);
             predicted = fmadd(broadcast(key_factors[j]), other, predicted);
@@ -181,8 +181,8 @@ static void run_step(const StateRange *range, const StateOperation *op, const St
         if (sweep->path) sweep->from = sweep->to, sweep->path = NULL;
         for (int i = 0; i < count; i++) {
             const size_t row = (size_t)range->order[step->first_row + first + i];
-            compute_row_output(range, op, block, (int)row, sums.of_key[i], sums.of_query[i], x + row * (size_t)op->channels + before_values, prepared,
-                       out + row * (size_t)values);
+            compute_row_output(range, op, block, (int)row, sums.key_products[i], sums.query_products[i],
+                               x + row * (size_t)op->channels + before_values, prepared, out + row * (size_t)values);
         }
     }
 }
@@ -201,7 +201,7 @@ const float *prefetch_state_block(const StateRange *range, const StateOperation 
     return range->state ? range->state + block.at : NULL;
 }
 
-/* Process all rows of a range for state block `number`. x, prepared, out: of the range's first row. next: block to prefetch; NULL = none. */
+/* Process all rows of a range for state block `number`. x, prepared and out start at the range's first row. next: block to prefetch or NULL. */
 void run_state_block(const StateRange *range, const StateOperation *op, int rows, int number, const float *next, const float *x, float *prepared,
                      float *out, float *scratch) {
     const StateBlock block = state_block_at(op, number);

@@ -55,7 +55,7 @@ static int piece_summary_floats(int count) { return (int)(sizeof(PieceSummary) /
 static int summary_floats(int count) { return 2 + 2 * count; }
 static float *piece_summary_at(float *out, int count, int piece) { return out + summary_floats(count) + piece * piece_summary_floats(count); }
 
-/* Summarise piece `number` of a row, which has SUMMARY_COLUMNS columns. */
+/* Summarise piece `number` of a row: up to SUMMARY_COLUMNS columns. */
 void summarize_piece(const SummarizeOperation *op, const RowSampling *sampling, const float *row, int number, float *out) {
     float scores[SUMMARY_COLUMNS], block_max[SUMMARY_COLUMNS / BLOCK_SCORES];
     const int begin = number * SUMMARY_COLUMNS;
@@ -138,7 +138,7 @@ void join_summaries(const SummarizeOperation *op, float *out) {
     memcpy(out + 1, &sampled, sizeof sampled);
 }
 
-/* Return the floats of a row of the operation's result buffer: the summary, then scratch memory for the pieces. */
+/* Return the number of floats in a row of the operation's result buffer: the summary, then scratch memory for the pieces. */
 int32_t paceline_summary_floats(int32_t columns, int32_t count) {
     return summary_floats(count) + ceil_div(columns, SUMMARY_COLUMNS) * piece_summary_floats(count);
 }

@@ -1,5 +1,5 @@
-/* Products of Q4_K, Q5_K and Q6_K matrices in panels (layout: k_quants.h) with rows rounded to 8-bit codes. Results have the same bits as from
- * panels.c for the same weights; scales and minimums are decoded in registers. */
+/* Products of Q4_K, Q5_K and Q6_K matrices in panels (layout: k_quants.h) with rows rounded to 8-bit codes. Results have the same bits
+ * as those of panels.c for the same weights; scales and minimums are decoded in registers. */
 #include "k_quants.h"
 #include "transpose.h"
 
@@ -41,7 +41,7 @@ INLINE const float *add_super_block(const uint8_t *stored, size_t panel_bytes, c
 /* Compute a tile: `panels` panels (1, 2 or 4), for which the rows are loaded once, times `rows` packed rows. */
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t next_panel_bytes,
                           const int panels, const int kind) {
-    const int header = header_bytes(kind, matrix->scale_columns), codes = codes_bytes(kind);
+    const int header = header_bytes(kind, matrix->scale_columns), codes = super_block_codes_bytes(kind);
     const size_t panel_bytes = (size_t)matrix->row_bytes, distance = prefetch_distance(panels, next_panel_bytes);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * panel_bytes;
     floats sum[MAX_PANELS][MAX_ROWS];
@@ -65,9 +65,9 @@ void multiply_super_blocks(const Matrix *matrix, int first, int end, const float
     MULTIPLY[matrix->kind - PANELS_Q4_K](matrix, first, end, x, y, rows, real_rows, next_panel_bytes);
 }
 
-/* Return the bytes of a panel of a K-quant. */
+/* Return the size in bytes of a panel of a K-quant: its super-blocks of 16 outputs. */
 int64_t paceline_super_block_bytes(int32_t columns, int32_t scale_columns, int32_t kind) {
-    return (int64_t)columns / SUPER_BLOCK * (header_bytes(kind, scale_columns) + codes_bytes(kind));
+    return (int64_t)columns / SUPER_BLOCK * (header_bytes(kind, scale_columns) + super_block_codes_bytes(kind));
 }
 
 static void or_lane_bits(uint8_t *to, int lane, uint32_t bits) {
@@ -90,7 +90,7 @@ INLINE int code_at(const uint8_t *codes, const int kind, int lane, int column) {
     return (codes[((high_bits > 0) + quad / 2) * word] >> quad % 2 * 4 & 15) | high << 4;
 }
 
-/* Write one output's dequantised weights [SUPER_BLOCK] of the super-block at `header`, lossless. With a constant kind, divisions become shifts. */
+/* Write one output's dequantised weights [SUPER_BLOCK] of the super-block at `header` (lossless). With a constant kind, divisions become shifts. */
 INLINE void write_weights(const Matrix *matrix, const uint8_t *header, int lane, float *to, const int kind) {
     const uint8_t *codes = header + header_bytes(kind, matrix->scale_columns);
     floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
@@ -109,7 +109,7 @@ INLINE void write_weights(const Matrix *matrix, const uint8_t *header, int lane,
 
 /* Write the dequantised weights of some outputs, [count, columns]. output_indices: [count]. */
 void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indices, int32_t count, float *to) {
-    const size_t bytes = header_bytes(matrix->kind, matrix->scale_columns) + codes_bytes(matrix->kind);
+    const size_t bytes = header_bytes(matrix->kind, matrix->scale_columns) + super_block_codes_bytes(matrix->kind);
     for (int i = 0; i < count; i++) {
         const int lane = output_indices[i] % LANES;
         const uint8_t *header = matrix->codes + (size_t)(output_indices[i] / LANES) * (size_t)matrix->row_bytes;
@@ -121,7 +121,7 @@ void paceline_super_block_rows(const Matrix *matrix, const int32_t *output_indic
     }
 }
 
-/* Write one output's scales and factors to the header of a super-block, which is zero before. number: index of the super-block in a row. */
+/* Write one output's scales and factors to a zeroed header of a super-block. number: index of the super-block in a row. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {
     const int group = FORMAT(from->kind)->group, minimum = FORMAT(from->kind)->has_minimums, groups = SUPER_BLOCK / group;
     const size_t blocks = (size_t)(from->columns / from->scale_columns), first_block = (size_t)(number * (SUPER_BLOCK / from->scale_columns));

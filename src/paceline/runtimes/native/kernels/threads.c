@@ -33,7 +33,7 @@ enum { MAX_THREADS = 256, CALL_STRIDE = 512, SPINS_PER_CHECK = 64 };
 /* Limits of the spin time. At a barrier, it should cover a piece of work; between two passes, the caller's work. */
 enum { MIN_SPIN_NS = 4000, MAX_BARRIER_SPIN_NS = 100000, MAX_PASS_SPIN_NS = 500000 };
 
-/* A value on whose change threads wait, and the number of sleeping threads. */
+/* A value whose changes threads wait for, and the number of threads that sleep until its next change. */
 typedef struct {
     _Alignas(64) atomic_llong value;
     atomic_int sleepers;
@@ -61,7 +61,7 @@ typedef struct {
 } Waiter;
 
 static Waiter waiters[MAX_THREADS];
-/* This thread's index and its call's number of threads. Thread-local, because a fast thread may start the next call before others. */
+/* This thread's index, and the number of threads of its call. Thread-local, because a fast thread may start the next call before others. */
 static _Thread_local int this_thread, num_team_threads;
 
 static long long now_ns(void) {

@@ -16,7 +16,7 @@
 typedef struct {
     const Program *program;
     const Pass *pass;
-    int index, rows, thread, num_threads; /* index, rows: of the operation */
+    int index, rows, thread, num_threads; /* index: in Program.operations; rows: number of rows of the operation */
 } Work;
 
 /* Return the next ticket: 0, 1, 2, ...; each is drawn by one thread only. For phases whose number of pieces is not known in advance. */
@@ -28,7 +28,7 @@ static inline int next_ticket(const Work *work, int phase) {
 /* A thread's position in the pieces of a phase. A phase has one or more parts, such as the matrices of an operation. */
 typedef struct {
     const int *part_pieces;     /* [num_parts] number of pieces of each part */
-    int num_parts, num_emptied; /* num_emptied: how many threads' shares are finished, from this thread on */
+    int num_parts, num_emptied; /* num_emptied: number of shares, from this thread's on, without unclaimed pieces */
     int part, piece;            /* the last claimed piece */
 } PieceQueue;
 
@@ -62,7 +62,7 @@ static inline int claim_from_share(_Atomic int64_t *claims, int pieces, int is_o
     }
 }
 
-/* Claim a piece of the caller's share, or of another share if it is finished; return 0 if no piece is left. */
+/* Claim a piece of the calling thread's share or, if all of that is claimed, of another share. Return 0 if no piece is left. */
 static inline int claim_piece(const Work *work, int phase, PieceQueue *queue) {
     for (; queue->num_emptied < work->num_threads; queue->num_emptied++) {
         const int thread = (work->thread + queue->num_emptied) % work->num_threads, pieces = num_pieces_of_thread(queue, thread, work->num_threads);
@@ -92,11 +92,11 @@ static inline float *buffer(const Work *work, int number) { return work->program
 
 int has_adapters_for(const Pass *pass, const LinearOperation *op);
 int num_down_pieces(const Work *work, const LinearOperation *op);
-void run_down_piece(const Work *work, const LinearOperation *op, int piece);
+void compute_down_piece(const Work *work, const LinearOperation *op, int piece);
 void prefetch_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end);
 void add_low_rank(const Work *work, const LinearOperation *op, int matrix, int begin, int end);
 int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *op, const Routes *routes);
-void run_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed);
+void compute_down_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, int ticket, int num_packed);
 void prefetch_low_rank_of_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix,
                                 int begin, int end);
 void add_low_rank_to_pairs(const Work *work, const ExpertsOperation *op, const Routes *routes, const ActiveExpert *active, int matrix, int begin, int end);
