@@ -5,11 +5,11 @@ from textwrap import fill
 
 from paceline.drafters import HEAD_OPENERS
 from paceline.drafters.head_kinds import HeadKind
-from paceline.models.containers.table import METHODS
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import QUANTIZED_BLOCK_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.multimodal import MULTIMODAL_MODELS
+from paceline.models.quantized_formats.table import METHODS
 from page_blocks import REPOSITORY, run
 
 PAGE = REPOSITORY / "docs" / "models.md"
@@ -27,8 +27,8 @@ def families() -> str:
         own = FAMILIES[family.gguf_family].gguf if family.gguf_family is not None else family.gguf
         architecture = f"`{own.architectures[0]}`" if own is not None else NONE
         packed = "; MXFP4 experts" if family.has_mxfp4_experts else ""
-        drafters = f"{_usable(family.bundled_drafters)} | {_usable(family.published_heads)}"
-        rows.append(f"| {family.models} | `{family.name}` | f32, f16, bf16{packed} | {architecture} | {drafters} |")
+        drafters = f"{_usable(family.bundled_drafters)} | {_usable(family.third_party_head_methods)}"
+        rows.append(f"| {family.model_names} | `{family.name}` | f32, f16, bf16{packed} | {architecture} | {drafters} |")
     head = "| models | `model_type` | safetensors | GGUF architecture | drafters by the publisher | published heads |"
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
@@ -42,7 +42,7 @@ def forms() -> str:
             "| f32, f16, bf16 | safetensors, GGUF (F32, F16, BF16) | stored bytes, unpacked in registers |",
             f"| {', '.join(QUANTIZED_BLOCK_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.has_mxfp4_experts)} | the same |",
-            *(f"| {method.title} | safetensors | {method.in_memory} |" for method in METHODS.values()),
+            *(f"| {method.title} | safetensors | {method.memory_format} |" for method in METHODS.values()),
             "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128, 64 or 32 columns |",
         ]
     )

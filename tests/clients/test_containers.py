@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from clients.run_foreign import run_foreign
 from paceline.models.config import WeightType
-from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
+from paceline.models.quantized_formats.table import METHODS, find_quantized_format, group_packed_tensors
 from paceline.models.storage.checkpoint_weights import lazy_matrix
 from paceline.models.storage.mapped_files import map_file
 from paceline.models.storage.packed_matrix import PackedMatrix
@@ -38,9 +38,9 @@ def test_packed_matrix_equals_what_its_quantisation_tool_unpacks(written: Path, 
         if "quant_method" not in values["quantization_config"]:
             values["quantization"] = values.pop("quantization_config")
         path, weight_type = folder / "model.safetensors", TYPES[values["dtype"]]
-        container = find_container(values, folder / "config.json", FAMILIES["llama"])
-        assert container is not None
-        packed = group_packed_tensors(read_header(path), {path: map_file(path)}, container)
+        quantized_format = find_quantized_format(values, folder / "config.json", FAMILIES["llama"])
+        assert quantized_format is not None
+        packed = group_packed_tensors(read_header(path), {path: map_file(path)}, quantized_format)
         assert list(packed) == ["layer.weight"], folder.name
         matrix, expected = packed["layer.weight"], load_file(folder / "expected.safetensors")["expected"]
         assert isinstance(matrix, PackedMatrix)

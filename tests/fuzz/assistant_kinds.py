@@ -69,7 +69,7 @@ class AssistantKind(Kind):
             return
         assistant = load_assistant(files, self.target)
         assert len(list(assistant.weights.values())) == len(assistant.weights)
-        assert all(layer.mixer.kv_layer in (2, 3) for layer in assistant.config.layers.layers)
+        assert all(layer.mixer.kv_source_layer in (2, 3) for layer in assistant.config.layers.layers)
         if assistant.token_ordering is not None:
             assert np.array_equal(np.sort(assistant.token_ordering), np.arange(VOCAB))
         if index % RUN == 0:

@@ -19,7 +19,7 @@ MIXERS: dict[str, Recurrent] = {
         value_size=24,
         kernel_size=2,
         beta_scale=2.0,
-        has_separate_projections=True,
+        has_separate_qkv_projections=True,
         norm_eps=0.1,
     ),
     "wide delta": GatedDeltaConfig(num_key_heads=1, num_value_heads=2, key_size=48, value_size=64, kernel_size=4),

@@ -63,7 +63,7 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Re
         assert difference(found, reference.hidden_states[layer]) <= bound
 
 
-PLAIN_ROPE = change_rope(theta=1e4, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)
+PLAIN_ROPE = change_rope(theta=1e4, rotated_fraction=1.0, scaled_context_len=0, long_factors=(), short_factors=(1.0,) * 8)
 CHANGES: list[tuple[str, Change]] = [
     ("gemma2", change_mixers(soft_cap=None)),
     ("gemma2-untied-biased", change_model(logit_soft_cap=None)),
@@ -74,7 +74,7 @@ CHANGES: list[tuple[str, Change]] = [
         (name, PLAIN_ROPE)
         for name in ("phi3-partial", "phi3-long", "llama-dynamic-long", "glm4", "glm4-yarn", "hunyuan", "stablelm", "phi")
     ),
-    ("ministral3", change_rope(temperature=0.0)),
+    ("ministral3", change_rope(attention_temperature_scale=0.0)),
     ("apertus", change_mixers(has_rope_embedding=False)),
     ("apertus", change_mixers(qk_norm=QKNorm.NONE)),
     ("granite_swa-window", change_mixers(has_rope_embedding=True)),

@@ -85,8 +85,8 @@ def test_collected_gemma3n_states_are_the_active_stream_of_transformers(referenc
 
 
 LEFT_OUT: dict[str, Change] = {
-    "no top-k": map_mlps(lambda mlp: {"top_k_factor": None}),
-    "other top-k": map_mlps(lambda mlp: {"top_k_factor": mlp.top_k_factor and mlp.top_k_factor * 0.8}),
+    "no top-k": map_mlps(lambda mlp: {"sparsity_std_factor": None}),
+    "other top-k": map_mlps(lambda mlp: {"sparsity_std_factor": mlp.sparsity_std_factor and mlp.sparsity_std_factor * 0.8}),
     "laurel": change_layers(laurel_rank=0),
     "layer inputs": change_layers(per_layer_input=None),
     "other active stream": map_layers(lambda own: replace(own, altup=replace(own.altup, active_index=1))),
@@ -96,7 +96,7 @@ LEFT_OUT: dict[str, Change] = {
     "query and key norms": change_mixers(qk_norm=QKNorm.NONE),
     "value norm": change_mixers(has_value_norm=False),
     "local rope": change_rope(theta=1e3),
-    "other owner": map_mixers(lambda own: {"kv_layer": own.kv_layer and own.kv_layer - 2}),
+    "other owner": map_mixers(lambda own: {"kv_source_layer": own.kv_source_layer and own.kv_source_layer - 2}),
     "soft cap": change_model(logit_soft_cap=None),
     "embedding scale": change_model(embedding_scale=1.0),
 }

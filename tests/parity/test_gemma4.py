@@ -55,7 +55,7 @@ def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
 
 def earlier_owner(mixer: AttentionConfig) -> dict[str, Any]:
     """The owner of the same kind in front of the right one."""
-    return {"kv_layer": None if mixer.kv_layer is None else mixer.kv_layer - 2}
+    return {"kv_source_layer": None if mixer.kv_source_layer is None else mixer.kv_source_layer - 2}
 
 
 LEFT_OUT: dict[str, tuple[str, Change]] = {

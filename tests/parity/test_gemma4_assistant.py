@@ -142,6 +142,6 @@ def test_gemma4_assistant_layers_read_the_last_target_kv_of_their_kind(pairs: Ca
     for kind, local, whole in (("e2b", 4, 3), ("unified", 6, 7)):
         runtime = load_network(pairs(kind, "dense").target, RuntimeOptions(numerics=Numerics.FAST, device="cpu", backend="torch")).network
         config = load_assistant(HeadFiles.open(pairs(kind, "dense").assistant), runtime.config).config
-        assert [layer.mixer.kv_layer for layer in config.layers.layers] == [local, local, local, whole]
+        assert [layer.mixer.kv_source_layer for layer in config.layers.layers] == [local, local, local, whole]
         assert [layer.mixer.window for layer in config.layers.layers] == [WINDOW - 1] * 3 + [None]
         assert [layer.mixer.num_kv_heads for layer in config.layers.layers] == [2, 2, 2, 1]

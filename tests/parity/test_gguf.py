@@ -89,7 +89,7 @@ def test_recommended_sampling_is_read_from_gguf_metadata(tmp_path: Path) -> None
     directory = write_checkpoint(tmp_path / "hf", "llama")
     given = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.25}
     found = read_model_config(write_gguf(directory, tmp_path / "model.gguf", metadata=given))
-    assert found.sampling == (("temperature", 0.5), ("top_k", 20), ("repetition_penalty", 1.25))
+    assert found.sampling_defaults == (("temperature", 0.5), ("top_k", 20), ("repetition_penalty", 1.25))
 
 
 @BY_CASE

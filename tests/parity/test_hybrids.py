@@ -137,9 +137,9 @@ CHANGES: list[tuple[str, Change]] = [
     ("qwen3_5", change_mixers(gate=AttentionGate.NONE)),
     ("qwen3_5", change_mixers(qk_norm=QKNorm.NONE)),
     ("qwen3_5", change_rope(rotated_fraction=1.0)),
-    ("qwen3_next", change_routing(is_normalized=True)),
-    ("qwen3_5-moe", change_routing(is_normalized=False)),
-    ("qwen3_5-moe", map_mlps(lambda _: {"has_shared_gate": False})),
+    ("qwen3_next", change_routing(has_normalized_weights=True)),
+    ("qwen3_5-moe", change_routing(has_normalized_weights=False)),
+    ("qwen3_5-moe", map_mlps(lambda _: {"has_shared_expert_gate": False})),
     ("lfm2", change_mixers(qk_norm=QKNorm.NONE)),
     ("lfm3", change_mixers(gate=AttentionGate.NONE)),
     ("lfm3", change_rope(rotated_fraction=1.0)),
@@ -147,7 +147,7 @@ CHANGES: list[tuple[str, Change]] = [
     ("lfm3", change_layers(norm_order=NormOrder.PRE)),
     ("lfm2-moe", change_routing(scoring=RouterScoring.SOFTMAX)),
     ("lfm2-moe", change_routing(has_correction_bias=False)),
-    ("lfm2-moe", change_routing(weight_factor=1.0)),
+    ("lfm2-moe", change_routing(routed_scaling_factor=1.0)),
     ("granite", change_model(embedding_scale=1.0)),
     ("granite", change_model(logit_scale=1.0)),
     ("granite", change_layers(residual_scale=1.0)),
@@ -158,7 +158,7 @@ CHANGES: list[tuple[str, Change]] = [
     ("nemotron_h", change_mixers(has_rope_embedding=True)),
     ("nemotron_h", change_mixers(Mamba2Config, dt_limits=(0.1, 1e9))),
     ("nemotron_h", change_mixers(Mamba2Config, norm_groups=1)),
-    ("nemotron_h-moe", change_routing(weight_factor=1.0)),
+    ("nemotron_h-moe", change_routing(routed_scaling_factor=1.0)),
     ("nemotron_h-moe", change_routing(has_correction_bias=False)),
     ("granite-rope", change_mixers(Mamba2Config, dt_limits=(0.0, 1e9))),
     ("olmo_hybrid", change_mixers(GatedDeltaConfig, beta_scale=1.0)),
@@ -189,7 +189,7 @@ def test_hybrid_logits_change_if_a_part_is_computed_differently(references: Refe
 def test_logits_change_if_convolution_weights_are_not_scaled(references: References) -> None:
     reference = references("falcon_h1")
     config = read_config(reference.directory)
-    unscaled = change_mixers(Mamba2Config, conv_scales=(1.0, 1.0, 1.0))(config)
+    unscaled = change_mixers(Mamba2Config, xbc_conv_scales=(1.0, 1.0, 1.0))(config)
     network = TorchNetwork(decoder(config), config, open_weights(reference.directory, unscaled))
     assert difference(prompt_logits(network, reference.token_ids), reference.logits) > 0.1
 

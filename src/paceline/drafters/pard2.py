@@ -112,7 +112,7 @@ def open_pard2_weights(files: HeadFiles, config: Pard2Config) -> Weights:
     weights = open_weights(directory, config.layers)
     if weights.packed_matrices:
         raise IncompatibleDrafterError(
-            f"{directory}: its matrices are packed as {weights.container}, which is not supported for PARD-2 draft models: "
+            f"{directory}: its matrices are packed as {weights.quantized_format}, which is not supported for PARD-2 draft models: "
             "use the unquantised model, with --draft-quantization if it is too large"
         )
     path = directory / PROJECTION_FILE

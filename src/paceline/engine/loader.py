@@ -68,7 +68,7 @@ class LoadedEngine:
     @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling parameters that the model's files recommend."""
-        return SamplingDefaults.from_recommended(self.engine.runtime.config.sampling)
+        return SamplingDefaults.from_recommended(self.engine.runtime.config.sampling_defaults)
 
     @property
     def drafter_name(self) -> str:

@@ -158,7 +158,10 @@ def _plan_recurrent_states(model: ModelConfig, config: EngineConfig, num_bytes: 
     States of running requests take at most half of the memory, checkpoints at most a quarter of the rest.
     """
     layout = StateLayout.for_layers(model.recurrent_layers)
-    state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _REPLAY_RECORDS_PER_SEQUENCE * layout.record_size)
+    state_bytes, request_bytes = (
+        4 * layout.num_state_values,
+        4 * (layout.num_state_values + _REPLAY_RECORDS_PER_SEQUENCE * layout.num_record_values),
+    )
     if state_bytes == 0:
         return CheckpointConfig(interval_rows=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
     min_bytes = state_bytes + request_bytes  # a prefill chunk writes its final state to new memory

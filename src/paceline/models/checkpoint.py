@@ -55,9 +55,9 @@ def stored_bytes(path: Path) -> int:
 
 
 def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
-    """Return the GGUF file's quantisation (else its main block type), the quantisation container's name, or the float type."""
+    """Return the quantisation of a GGUF file (its main block type if it names none), or a directory's quantised format or float type."""
     if not is_gguf(path):
-        return weights.container or config.weight_type.value
+        return weights.quantized_format or config.weight_type.value
     file = open_gguf(path)
     return file.file_type or file.main_block_type
 

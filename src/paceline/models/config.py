@@ -12,7 +12,6 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, no_model_error
-from paceline.models.containers.table import find_container
 from paceline.models.families.family import Family
 from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields, RecordedFields
@@ -20,6 +19,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import AltUp, AttentionConfig, LayerConfig, Recurrent
 from paceline.models.multimodal import has_conflicting_tied_embeddings, text_model_fields
+from paceline.models.quantized_formats.table import find_quantized_format
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
@@ -86,10 +86,10 @@ class ModelConfig:
         has_embedding_norm: embedding rows are normalised, without a weight.
         has_lm_head_bias: the lm_head has a bias.
         embedding_scale, logit_scale: factors of embedding rows and of logits.
-        per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none. Tokens after
-            the last row use row 0.
+        per_layer_vocab_size: number of rows of Gemma's per-layer embedding table; 0 = the model has none. Token ids
+            beyond the last row use row 0.
         suppressed_token_ids: tokens that are never sampled.
-        sampling: recommended sampling parameters, as pairs of name and value.
+        sampling_defaults: recommended sampling parameters, as pairs of name and value.
     """
 
     family: str
@@ -110,7 +110,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     per_layer_vocab_size: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
-    sampling: tuple[tuple[str, float], ...] = ()
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -123,7 +123,6 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> dict[int, AttentionConfig]:
-        """Return the attention settings of attention layers, by layer index."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig)}
 
     @property
@@ -143,21 +142,20 @@ class ModelConfig:
         return self.layers[0].altup
 
     def kv_groups(self, *, by_window: bool = True) -> tuple[KVGroup, ...]:
-        """Return the layers that write keys and values, grouped by shape and window, in layer order.
+        """Return the layers that write keys and values, grouped by shape and sliding window, in layer order.
 
         Args:
-            by_window: a layer with a sliding window keeps only the positions in it. False = every layer keeps all positions.
+            by_window: False = sliding windows are ignored, because every layer keeps all positions.
         """
         layers_by_shape: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, mixer in self.attention_layers.items():
-            if mixer.kv_layer is None:
+            if mixer.kv_source_layer is None:
                 sizes = (mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size, 2 if mixer.latent is None else 1)
                 layers_by_shape.setdefault(sizes, []).append(index)
         return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in layers_by_shape.items())
 
     @property
     def sliding_kv_groups(self) -> tuple[KVGroup, ...]:
-        """Return the KV groups of layers with a sliding window."""
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
     def block_table_index(self, layer: int) -> int:
@@ -167,7 +165,7 @@ class ModelConfig:
     def kv_source(self, layer: int) -> int:
         """Return the layer whose keys and values `layer` reads: itself, or an earlier layer that shares them."""
         mixer = self.layers[layer].mixer
-        shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
+        shared = mixer.kv_source_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
@@ -199,7 +197,7 @@ class ModelConfig:
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_context(self, max_model_len: int | None) -> "ModelConfig":
-        """Return the config for a run of up to `max_model_len` positions; None = the original context length.
+        """Return the config for texts of up to `max_model_len` positions; None = the original context length.
 
         Some rope types have frequencies that depend on the context length. If `max_model_len` is at most the original context length,
         the original frequencies are used and `max_positions` becomes the original length. Otherwise frequencies fit `max_model_len`.
@@ -207,7 +205,7 @@ class ModelConfig:
         if not any(rope.type.depends_on_length for rope, _ in self.rope_variants):
             return self
         chosen = self.map_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_model_len)))
-        limits = [rope.context_len for rope, _ in chosen.rope_variants if rope.is_limited_to_original_len]
+        limits = [rope.scaled_context_len for rope, _ in chosen.rope_variants if rope.is_limited_to_original_len]
         return replace(chosen, max_positions=min([self.max_positions, *limits]))
 
 
@@ -244,7 +242,7 @@ def read_config(directory: Path) -> ModelConfig:
     values = text_model_fields(contents)
     if has_conflicting_tied_embeddings(contents):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    find_container(values, path, find_family(values, path))  # raises an error if the quantisation method is not supported
+    find_quantized_format(values, path, find_family(values, path))  # raises an error if the quantisation method is not supported
     weight_type = None if _dtype_name(values) else _parse_weight_type(most_common_dtype(directory, tuple(FLOAT_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, allows_quantized_weights=True)
@@ -265,7 +263,7 @@ def config_from_values(
         path: the file named in errors.
         generation: the contents of generation_config.json.
         weight_type: float type of the weights; None = the dtype in `values`.
-        allows_quantized_weights: accept quantised weights in a supported container. False = refuse them.
+        allows_quantized_weights: accept weights in a supported quantised format. False = refuse all quantised weights.
 
     Raises:
         CheckpointError: A value is missing or out of range, or the model is not supported.
@@ -314,7 +312,7 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
         per_layer_vocab_size=_read_per_layer_vocab_size(fields, family) if layers[0].per_layer_input is not None else 0,
         suppressed_token_ids=generation_fields.token_ids("suppress_tokens"),
-        sampling=_read_recommended_sampling(generation),
+        sampling_defaults=_read_recommended_sampling(generation),
     )
     check_rope(config, path)
     return config
@@ -337,7 +335,6 @@ def _read_per_layer_vocab_size(fields: JsonFields, family: Family) -> int:
 
 
 def _read_embedding_and_logit_scales(fields: JsonFields, family: Family) -> tuple[float, float]:
-    """Return the factors of embedding rows and of logits."""
     if family.has_embedding_and_logit_multipliers:
         embedding, lm_head, logits = (
             fields.positive_number(name, 1.0) for name in ("embedding_multiplier", "lm_head_multiplier", "logits_scaling")
@@ -373,7 +370,7 @@ def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
     """Refuse settings that change the computation in a way that is not implemented for the family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: embedding models are not supported")
-    for name, only in family.fixed_fields.items():
+    for name, only in family.required_field_values.items():
         given = fields.values.get(name)
         if given not in (None, only):
             raise CheckpointError(f"{fields.path}: {name} = {_as_json(given)} is not supported for {family.name}, only {_as_json(only)} is")
@@ -393,10 +390,10 @@ def _as_json(value: object) -> str:
 
 
 def _refuse_quantized_head(fields: JsonFields, family: Family) -> None:
-    """Refuse a drafting head with quantised weights. Only target models may have them (`containers/table.py`)."""
-    container = find_container(fields.values, fields.path, family, reads_settings_files=False)
-    if container is not None:
-        raise CheckpointError(f"{fields.path}: quantised drafting heads ({container.name}) are not supported: use another head")
+    """Refuse a drafting head with quantised weights. Only target models may have them (`quantized_formats/table.py`)."""
+    quantized_format = find_quantized_format(fields.values, fields.path, family, reads_settings_files=False)
+    if quantized_format is not None:
+        raise CheckpointError(f"{fields.path}: quantised drafting heads ({quantized_format.name}) are not supported: use another head")
 
 
 def _dtype_name(values: Mapping[str, Any]) -> str | None:

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 RUN_COLUMNS = 32
-"""Number of columns in a run, the unit of packed 4-bit codes. Byte j of 16 holds code j in its low, code j + 16 in its high 4 bits."""
+"""Number of columns in a run, whose 4-bit codes take 16 bytes: byte j has code j in its low 4 bits and code j + 16 in its high 4 bits."""
 SUPER_BLOCK_COLUMNS = 256
 """Number of columns in a super-block of a K-quant (GGUF's types Q2_K to Q6_K)."""
 DOUBLED_E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the values of the 16 codes of E2M1, so that they are integers. The values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 Source: OCP Microscaling Formats 1.0, section 5.3.3."""
-_HALF_COLUMNS = 128  # number of columns in half a super-block
+_HALF_SUPER_BLOCK_COLUMNS = SUPER_BLOCK_COLUMNS // 2
+_HALF_SUPER_BLOCK_RUNS = _HALF_SUPER_BLOCK_COLUMNS // RUN_COLUMNS
 _SCALE_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
 """By (bits of a code, has minimums): bytes for each float16 scale (and minimum) of a super-block, and for its 4- to 8-bit factors."""
 
@@ -57,7 +58,7 @@ class SuperBlocks:
         """
         if columns_per_float16_scale(run_order) is None:
             return None
-        halves = run_order[:: _HALF_COLUMNS // RUN_COLUMNS] // (_HALF_COLUMNS // RUN_COLUMNS)
+        halves = run_order[::_HALF_SUPER_BLOCK_RUNS] // _HALF_SUPER_BLOCK_RUNS
         repeated = len(halves) // self.scales.shape[1]
         return self.map_arrays(
             lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else _reorder_runs(array, run_order)
@@ -65,23 +66,22 @@ class SuperBlocks:
 
 
 def columns_per_float16_scale(run_order: NDArray[np.int64] | None) -> int | None:
-    """Return how many neighbouring columns share a float16 scale after runs of 32 columns are reordered: 256 or 128; None = fewer."""
+    """Return how many adjacent columns share a float16 scale after runs of 32 columns are reordered: 256 or 128; None = fewer."""
     if run_order is None:
         return SUPER_BLOCK_COLUMNS
-    run_halves = run_order.reshape(-1, _HALF_COLUMNS // RUN_COLUMNS) if len(run_order) % (SUPER_BLOCK_COLUMNS // RUN_COLUMNS) == 0 else None
-    is_whole = run_halves is not None and not (run_halves[:, 0] % (_HALF_COLUMNS // RUN_COLUMNS)).any() and (np.diff(run_halves) == 1).all()
-    return _HALF_COLUMNS if is_whole else None
+    run_halves = run_order.reshape(-1, _HALF_SUPER_BLOCK_RUNS) if len(run_order) % (2 * _HALF_SUPER_BLOCK_RUNS) == 0 else None
+    is_whole = run_halves is not None and not (run_halves[:, 0] % _HALF_SUPER_BLOCK_RUNS).any() and (np.diff(run_halves) == 1).all()
+    return _HALF_SUPER_BLOCK_COLUMNS if is_whole else None
 
 
 def super_blocks_nbytes(num_weights: int, code_bits: int, scale_columns: int, *, has_minimums: bool) -> int:
-    """Return the bytes of a K-quant in the kernels' layout, in which `scale_columns` columns share a float16 scale."""
+    """Return the size in bytes of a K-quant's matrix in the kernels' layout, in which `scale_columns` columns share a float16 scale."""
     bytes_per_float16, other_bytes = _SCALE_BYTES[code_bits, has_minimums]
     scale_bytes = bytes_per_float16 * (SUPER_BLOCK_COLUMNS // scale_columns) + other_bytes
     return num_weights // SUPER_BLOCK_COLUMNS * (SUPER_BLOCK_COLUMNS * code_bits // 8 + scale_bytes)
 
 
 def _reorder_runs(array: NDArray[Any], run_order: NDArray[np.int64]) -> NDArray[Any]:
-    """Return codes, scales or minimums with runs of 32 columns reordered."""
     return array.reshape(len(array), len(run_order), -1).take(run_order, 1).reshape(array.shape)
 
 
@@ -89,16 +89,16 @@ def _reorder_runs(array: NDArray[Any], run_order: NDArray[np.int64]) -> NDArray[
 class GroupedMatrix:
     """A matrix [N, K] of values `scale * (code - zero_point) + minimum`, where each operation is rounded to float32.
 
-    If there is a table, values are `scale * table[code]`.
+    With `code_values`, they are `scale * code_values[code]`.
 
     Attributes:
-        codes: 8 bits: [N, K] int8, or uint8 if codes exceed 127. 4 bits: [N, K / 2] uint8, packed in runs of 32.
+        codes: 8 bits: [N, K] int8, or uint8 if codes exceed 127. 4 bits: [N, K / 2] uint8, in the order of `pack_nibbles`.
         scales: [N, K / group_size] float32; group g has columns [g * group_size, (g + 1) * group_size).
         minimums: [N, K / group_size] float32, or None if all are 0.
         bits: number of bits of a code, 4 or 8.
         zero_point: integer that is subtracted from every code.
-        table: [16] int8 values of 4-bit codes, only without minimums and zero point; None = the value of a code is the code.
-        super_blocks: scales and minimums of a K-quant in a smaller form; None = no K-quant, or `reorder_runs` split its super-blocks.
+        code_values: [16] int8 values of 4-bit codes, only without minimums and zero point; None = the value of a code is the code.
+        super_blocks: scales and minimums of a K-quant in a smaller form; None = not a K-quant, or `reorder_runs` split its super-blocks.
     """
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
@@ -106,7 +106,7 @@ class GroupedMatrix:
     minimums: NDArray[np.float32] | None
     bits: int
     zero_point: int = 0
-    table: NDArray[np.int8] | None = None
+    code_values: NDArray[np.int8] | None = None
     super_blocks: SuperBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +122,6 @@ class GroupedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (N, K)."""
         rows, row_bytes = self.codes.shape
         return rows, row_bytes * 8 // self.bits
 
@@ -133,7 +132,6 @@ class GroupedMatrix:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Return codes, scales, and minimums if there are any."""
         return (self.codes, self.scales) if self.minimums is None else (self.codes, self.scales, self.minimums)
 
     @property
@@ -166,8 +164,8 @@ class GroupedMatrix:
         """Return the values of the selected rows, [len(rows), K] float32."""
         codes = unpack_nibbles(self.codes[rows].view(np.uint8)) if self.bits == 4 else self.codes[rows]
         scales = self.scales[rows]
-        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, self.group_size)
-        if self.table is None and self.zero_point:
+        values = (codes if self.code_values is None else self.code_values[codes]).astype(np.float32).reshape(*scales.shape, self.group_size)
+        if self.code_values is None and self.zero_point:
             values -= np.float32(self.zero_point)  # exact, because codes and zero point are small integers
         values *= scales[..., None]
         if self.minimums is not None:
@@ -187,7 +185,7 @@ def convert_in_chunks(convert: Callable[[slice], None], num_rows: int, chunk_row
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pack [N, K] codes of 0 to 15 into [N, K / 2] bytes, in runs of 32. K is a multiple of 32."""
+    """Pack [N, K] codes of 0 to 15 into [N, K / 2] bytes, in the order that `RUN_COLUMNS` describes. K is a multiple of 32."""
     runs = codes.reshape(len(codes), -1, 2, RUN_COLUMNS // 2)
     packed: NDArray[np.uint8] = runs[:, :, 0] | (runs[:, :, 1] << np.uint8(4))
     return packed.reshape(len(codes), codes.shape[1] // 2)
@@ -200,7 +198,7 @@ def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def pack_pairs_in_runs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Repack codes from bytes of two neighbouring columns (the first in the low 4 bits) to the order of `pack_nibbles`."""
+    """Convert 4-bit codes from two adjacent columns to a byte, the first in the low 4 bits, to the order of `pack_nibbles`."""
     blocks = pairs.reshape(len(pairs), -1, RUN_COLUMNS // 2)
     first_16, last_16 = blocks[..., : RUN_COLUMNS // 4], blocks[..., RUN_COLUMNS // 4 :]
     packed = np.empty(blocks.shape, np.uint8)
@@ -209,7 +207,7 @@ def pack_pairs_in_runs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return packed.reshape(len(pairs), -1)
 
 
-def half_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return half of MXFP4's scales 2^(exponent - 127), because `DOUBLED_E2M1_VALUES` are doubled. The exponent 255 is NaN."""
+def halved_e8m0_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the scales 2^(exponent - 127), halved because the values in `DOUBLED_E2M1_VALUES` are doubled. The exponent 255 means NaN."""
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
     return np.where(exponents == 255, np.float32(np.nan), scales)

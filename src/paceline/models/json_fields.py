@@ -34,7 +34,7 @@ class JsonFields:
     path: Path
 
     def integer(self, name: str, default: int | None = None, *, null: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        """Return an integer in a range. An absent field has the value `default`, JSON's null the value `null`, or `default` if unset."""
+        """Return an integer in a range: `default` if the field is absent; if it is null, `null` or, without this argument, `default`."""
         value = self.values.get(name, default)
         if value is None:
             value = default if null is None else null
@@ -56,7 +56,6 @@ class JsonFields:
         return float(value)
 
     def number(self, name: str, default: float) -> float:
-        """Return a number in the range of float32."""
         value = self.optional_number(name)
         return default if value is None else value
 
@@ -103,5 +102,5 @@ class JsonFields:
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number in the range of float32. Integers may be of any size."""
+    """Return whether a value is a number in the range of float32. Integers of any size are compared without overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT32 <= value <= MAX_FLOAT32

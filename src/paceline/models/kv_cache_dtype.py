@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-_HEAD_PADDING_VALUES = 16  # in the cache, a head's key or value is padded to a multiple of 16 numbers
+_HEAD_SIZE_MULTIPLE = 16  # in the cache, a head's key or value is padded to a multiple of this many numbers
 
 
 class KVCacheDtype(Enum):
@@ -15,9 +15,8 @@ class KVCacheDtype(Enum):
 
     @property
     def item_bytes(self) -> int:
-        """Return the size in bytes of one number in the cache."""
         return {KVCacheDtype.F32: 4, KVCacheDtype.INT8: 1}.get(self, 2)
 
     def row_bytes(self, head_size: int) -> int:
         """Return the size in bytes of a head's key (or value) at one position, with padding and scale."""
-        return -(-head_size // _HEAD_PADDING_VALUES) * _HEAD_PADDING_VALUES * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)
+        return -(-head_size // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)

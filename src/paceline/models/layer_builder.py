@@ -103,8 +103,8 @@ class LayerBuilder:
         """Return a dense MLP.
 
         Args:
-            width: number of hidden values; None = the config.json field `width_field`.
-            activations: supported activations by their names in config.json; None = those of most families.
+            width: number of hidden values; None = the value of the config.json field that `width_field` names.
+            activations: supported activations by their names in config.json; None = those that most families support.
         """
         field, known = self.family.activation_field, activations or (ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS)
         name = self.fields.values.get(field, "silu")
@@ -133,7 +133,7 @@ class LayerBuilder:
         if num_experts_per_token > num_experts:
             raise CheckpointError(f"{fields.path}: {name} = {num_experts_per_token}, but there are only {num_experts} experts")
         return ExpertRouting(
-            num_experts=num_experts, num_experts_per_token=num_experts_per_token, is_normalized=self.flag("norm_topk_prob")
+            num_experts=num_experts, num_experts_per_token=num_experts_per_token, has_normalized_weights=self.flag("norm_topk_prob")
         )
 
     def layers(
@@ -175,7 +175,7 @@ class LayerBuilder:
         """Return for each layer whether it has a sliding window, from the field `layer_types`.
 
         Args:
-            full_attention_interval: without `layer_types`, every so many layers one has full attention; None = `sliding_window_pattern`.
+            full_attention_interval: without `layer_types`, one layer in every so many has full attention; None = `sliding_window_pattern`.
             first_full_layer: index of the first layer with full attention; None = `full_attention_interval` - 1.
         """
         known = ("sliding_attention", "full_attention")
@@ -187,14 +187,14 @@ class LayerBuilder:
         return [kind == "sliding_attention" for kind in types]
 
     def layers_with_rope(self) -> list[bool]:
-        """Return for each layer whether it has rotary embeddings: 1 in `no_rope_layers`, or not every `no_rope_layer_interval`-th."""
+        """Return for each layer whether it has rotary embeddings, from `no_rope_layers` or, without it, `no_rope_layer_interval`."""
         fields, flags = self.fields, self.fields.values.get("no_rope_layers")
         if flags is None:
             interval = fields.integer("no_rope_layer_interval", 4)
             return [(layer + 1) % interval > 0 for layer in range(self.num_layers)]
         if not isinstance(flags, list) or len(flags) < self.num_layers or any(flag not in (0, 1) for flag in flags):
             raise CheckpointError(f"{fields.path}: no_rope_layers = {shortened(flags)}, expected 0 or 1 for {self.num_layers} layers")
-        return [flag == 1 for flag in flags[: self.num_layers]]
+        return [flag == 1 for flag in flags[: self.num_layers]]  # despite the field's name, 1 = the layer has rotary embeddings
 
 
 def _read_head_counts(fields: JsonFields) -> tuple[int, int, int]:

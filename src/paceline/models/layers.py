@@ -23,14 +23,14 @@ XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gpt-oss's activation: (up + 1) * gate * sigmoid(slope * gate), with gate <= limit and -limit <= up <= limit."""
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(sigmoid_slope * gate), with gate <= limit and -limit <= up <= limit."""
 
-    slope: float
+    sigmoid_slope: float
     limit: float
 
 
 class QKNorm(Enum):
-    """How queries and keys are normalised, before the rotation except for `HEAD_AFTER_ROPE`."""
+    """How queries and keys are normalised: before the rotary embedding is applied, except with `HEAD_AFTER_ROPE`."""
 
     NONE = "none"
     HEAD = "head"  # one norm for each head
@@ -57,12 +57,10 @@ class NormOrder(Enum):
 
     @property
     def has_input_norm(self) -> bool:
-        """Return whether the input of a mixer or an MLP is normalised."""
         return self is not NormOrder.POST
 
     @property
     def has_output_norm(self) -> bool:
-        """Return whether the output of a mixer or an MLP is normalised before it is added to the residual stream."""
         return self in (NormOrder.POST, NormOrder.SANDWICH)
 
 
@@ -96,7 +94,7 @@ class AttentionConfig:
     """Softmax attention with H = `num_heads` query heads over K = `num_kv_heads` key and value heads of D = `head_size` values.
 
     Attributes:
-        rope: rotary settings of queries.
+        rope: rotary settings of queries. `key_rope` has those of keys.
         scale: attention scores are multiplied by it.
         has_rope_embedding: rotary embeddings are applied; False = no positional encoding (NoPE).
         window: number of positions that a token attends to, its own included; None = all earlier positions.
@@ -105,9 +103,9 @@ class AttentionConfig:
         output_bias: the o projection has a bias.
         has_sinks: each query head has a learned sink logit in the softmax.
         has_value_norm: each head of the values is normalised, without a weight.
-        has_keys_as_values: values are the projected keys before norm and rotation; there is no v projection.
+        uses_keys_as_values: values are the projected keys before norm and rotation; there is no v projection.
         gate: how the input of the o projection is multiplied by the sigmoid of another projection of the layer's input.
-        kv_layer: index of the layer whose KV cache is read; None = the layer's own.
+        kv_source_layer: index of the layer whose KV cache this layer reads; None = its own.
         value_scale: values are multiplied by it.
         is_causal: the layer ignores the mask of a forward pass and attends causally.
         latent: projections of multi-head latent attention, with one key head of D = rank + rope_size values; None = usual projections.
@@ -126,9 +124,9 @@ class AttentionConfig:
     qk_norm: QKNorm = QKNorm.NONE
     has_sinks: bool = False
     has_value_norm: bool = False
-    has_keys_as_values: bool = False
+    uses_keys_as_values: bool = False
     gate: AttentionGate = AttentionGate.NONE
-    kv_layer: int | None = None
+    kv_source_layer: int | None = None
     value_scale: float = 1.0
     is_causal: bool = False
     latent: LatentProjections | None = None
@@ -146,22 +144,22 @@ class AttentionConfig:
     @property
     def key_rope(self) -> RopeConfig:
         """Return the rotary settings of keys: those of queries without the attention temperature."""
-        return self.rope if self.rope.temperature == 0.0 else replace(self.rope, temperature=0.0, temperature_length=0)
+        return replace(self.rope, attention_temperature_scale=0.0, attention_temperature_len=0)
 
     @property
     def query_size(self) -> int:
-        """Return the number of values in all queries of a token."""
+        """Return the total size of a token's queries, over all heads."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Return the number of values in all keys of a token. All value vectors have as many."""
+        """Return the total size of a token's keys, over all KV heads. Its value vectors have the same total size."""
         return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentStateShape:
-    """Shape of a recurrent state: `num_heads` matrices [rows, columns]. Consecutive heads share one of `num_key_heads` keys and queries."""
+    """Recurrent state: `num_heads` matrices of `rows` x `columns` numbers. Adjacent heads share one of `num_key_heads` keys and queries."""
 
     num_heads: int
     rows: int
@@ -170,12 +168,12 @@ class RecurrentStateShape:
 
     @property
     def key_width(self) -> int:
-        """Return the number of values in all keys of a token. All queries have as many."""
+        """Return the total size of a token's keys, over all key heads. Its queries have the same total size."""
         return self.num_key_heads * self.rows
 
     @property
     def value_width(self) -> int:
-        """Return the number of values in all value vectors of a token."""
+        """Return the total size of a token's value vectors, over all heads."""
         return self.num_heads * self.columns
 
 
@@ -184,13 +182,13 @@ class GatedDeltaConfig:
     """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
     Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
-    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = beta_scale * sigmoid(b), a token updates the state to
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + dt_bias)) and beta = beta_scale * sigmoid(b), a token updates the state to
     S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
         kernel_size: number of tokens that the convolution spans, the current one included.
         beta_scale: 2 allows negative eigenvalues of the state's transition.
-        has_separate_projections: queries, keys and values have a projection and a convolution each. False = they share both.
+        has_separate_qkv_projections: queries, keys and values have a projection and a convolution each. False = they share both.
         norm_eps: epsilon of the output's norm; None = `ModelConfig.norm_eps`.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
@@ -202,7 +200,7 @@ class GatedDeltaConfig:
     value_size: int
     kernel_size: int
     beta_scale: float = 1.0
-    has_separate_projections: bool = False
+    has_separate_qkv_projections: bool = False
     norm_eps: float | None = None
 
     @property
@@ -222,15 +220,15 @@ class GatedNorm(Enum):
 
     AFTER_GATE = "after_gate"  # norm(silu(z) * y)
     BEFORE_GATE = "before_gate"  # silu(z) * norm(y)
-    NONE = "none"  # silu(z) * y
+    NONE = "none"  # no norm: silu(z) * y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
     """A Mamba-2 mixer after a short convolution of x, B and C, concatenated in this order.
 
-    Each head has a state S [state_size, head_size] and uses B and C of its group. With dt = softplus(dt + bias), clamped to `dt_limits`, a
-    token updates the state to S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
+    Each head has a state S [state_size, head_size] and uses B and C of its group. With dt = softplus(dt + dt_bias), clamped to `dt_limits`,
+    a token updates the state to S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
 
     Attributes:
         kernel_size: as in `GatedDeltaConfig`.
@@ -238,7 +236,7 @@ class Mamba2Config:
         bias: the projections have a bias.
         norm_groups: the output is split into this many groups, which are normalised separately.
         gate_scale, dt_scale, output_scale: factors of the gate z, of dt before its bias is added, and of the mixer's output.
-        conv_scales: factors of the convolution's weights for x, B and C, which are multiplied when they are loaded.
+        xbc_conv_scales: factors for x, B and C, by which the convolution's weights are multiplied at load.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -256,7 +254,7 @@ class Mamba2Config:
     gate_scale: float = 1.0
     dt_scale: float = 1.0
     output_scale: float = 1.0
-    conv_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    xbc_conv_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def state_shape(self) -> RecurrentStateShape:
@@ -302,8 +300,8 @@ class DenseMLP:
         has_gate: there is a gate projection. False = the MLP computes down(activation(up(x))) with GELU, and
             down(activation(up(x)) * up(x)) with other activations: ReLU then gives squared ReLU.
         gate_scale, output_scale: factors of the gate projection's result before the activation, and of the MLP's output.
-        top_k_factor: the gate projection's result x becomes max(x - mean(x) - top_k_factor * std(x), 0) before the activation (Gemma 3n's
-            Gaussian top-k); None = it is unchanged.
+        sparsity_std_factor: the gate projection's result x becomes max(x - mean(x) - sparsity_std_factor * std(x), 0) before the
+            activation (Gemma 3n's Gaussian top-k); None = it is unchanged.
     """
 
     intermediate_size: int
@@ -312,7 +310,7 @@ class DenseMLP:
     has_gate: bool = True
     gate_scale: float = 1.0
     output_scale: float = 1.0
-    top_k_factor: float | None = None
+    sparsity_std_factor: float | None = None
 
 
 class RouterScoring(Enum):
@@ -328,10 +326,10 @@ class ExpertRouting:
 
     Attributes:
         bias: the router has a bias.
-        is_normalized: weights are scores / (sum of selected scores + `epsilon`). False = weights are the scores.
-        weight_factor: all weights are multiplied by it (`routed_scaling_factor`).
-        num_groups, num_selected_groups, scores_per_group: experts are divided into groups, and a group's score is the sum of its
-            `scores_per_group` (1 or 2) highest scores. Only experts of the `num_selected_groups` best groups can be selected.
+        has_normalized_weights: weights are scores / (sum of selected scores + `weight_sum_epsilon`). False = weights are the scores.
+        routed_scaling_factor: all weights are multiplied by it.
+        num_expert_groups, num_selected_groups, top_scores_per_group: experts are divided into groups, and a group's score is the sum of
+            its `top_scores_per_group` (1 or 2) highest scores. Only experts of the `num_selected_groups` best groups can be selected.
         has_correction_bias: a learned bias is added to scores to select experts, but not to weights.
         has_expert_scales: the weight of each expert is multiplied by a learned scale of the expert.
 
@@ -342,12 +340,12 @@ class ExpertRouting:
     num_experts_per_token: int
     scoring: RouterScoring = RouterScoring.SOFTMAX
     bias: bool = False
-    is_normalized: bool = True
-    epsilon: float = 0.0
-    weight_factor: float = 1.0
-    num_groups: int = 1
+    has_normalized_weights: bool = True
+    weight_sum_epsilon: float = 0.0
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int = 1
     num_selected_groups: int = 1
-    scores_per_group: int = 2
+    top_scores_per_group: int = 2
     has_correction_bias: bool = False
     has_expert_scales: bool = False
 
@@ -359,17 +357,17 @@ class ExpertMLP:
     Attributes:
         expert: the MLP of each expert.
         shared_expert: an MLP that every token uses in addition to the selected experts; None = there is none.
-        has_shared_gate: the shared expert's output is multiplied by the sigmoid of a learned projection of the input.
-        has_own_norms: router, experts and shared expert have input norms; experts and shared expert also have output norms (Gemma 4).
-        router_scale: the router's input is multiplied by it if `has_own_norms` is set.
+        has_shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a learned projection of the input.
+        has_expert_norms: router, experts and shared expert have input norms; experts and shared expert also have output norms (Gemma 4).
+        router_scale: the router's input is multiplied by it if `has_expert_norms` is set.
         latent_size: width of the experts' input and output, to and from which the hidden state is projected; 0 = the hidden size.
     """
 
     routing: ExpertRouting
     expert: DenseMLP
     shared_expert: DenseMLP | None = None
-    has_shared_gate: bool = False
-    has_own_norms: bool = False
+    has_shared_expert_gate: bool = False
+    has_expert_norms: bool = False
     router_scale: float = 1.0
     latent_size: int = 0
 
@@ -384,10 +382,10 @@ class PerLayerInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUp:
-    """Alternating updates: the residual stream is `num_streams` streams x_i of `width` values, and a layer computes only the active one.
+    """Alternating updates: the residual stream is `num_streams` streams x_i of `hidden_size` values. A layer computes only the active one.
 
-    With g(x) = tanh(router(norm(x)) / width), a layer predicts p_i = x_i + sum_j predict(g(x_active))_ij x_j, computes y from p_active, and
-    corrects the streams to p_i + (1 + correct(g(y))_i) (y - p_active).
+    With g(x) = tanh(router(norm(x)) / hidden_size), a layer predicts p_i = x_i + sum_j predict(g(x_active))_ij x_j, computes y from
+    p_active, and corrects the streams to p_i + (1 + correct(g(y))_i) (y - p_active).
 
     Attributes:
         active_index: index of the active stream.
@@ -398,7 +396,7 @@ class AltUp:
 
     num_streams: int
     active_index: int
-    width: int
+    hidden_size: int
     has_output_scale: bool = True
 
 
@@ -423,7 +421,7 @@ class LayerConfig:
 
     Attributes:
         mixer, mlp: None = the layer has neither this part nor its norm. At most one of the two is None.
-        parallel_mixer: a recurrent mixer with the same input as `mixer`, an attention; their outputs are added. None = there is none.
+        parallel_mixer: a recurrent mixer with the same input as the attention in `mixer`; their outputs are added. None = there is none.
         output_norm_eps: epsilon of the norms of mixer and MLP outputs; None = `ModelConfig.norm_eps`.
         residual_scale: outputs of mixer and MLP are multiplied by it before they are added to the residual stream.
         per_layer_input: settings of the per-layer input; None = there is none.
@@ -433,8 +431,8 @@ class LayerConfig:
         convolution: settings of convolutions before and after mixer and MLP; None = there are none.
         altup: settings of alternating updates; None = there is one residual stream. With `altup`, the gated per-layer input is added to
             all streams except the first.
-        laurel_rank: rank of the learned residual norm(right(left(n))) + n, where n is the mixer's input. It is added after the mixer, and
-            the sum is divided by sqrt(2); 0 = there is none.
+        laurel_rank: rank of the learned residual norm(right(left(n))) + n, where n is the mixer's input. This residual is added after
+            the mixer, and the sum is divided by sqrt(2). 0 = there is none.
     """
 
     mixer: AttentionConfig | Recurrent | None
@@ -469,6 +467,5 @@ class LayerConfig:
 
 
 def share_equal_layers(layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Return the layers, with one shared object for equal layers."""
-    unique: dict[LayerConfig, LayerConfig] = {}
-    return tuple(unique.setdefault(layer, layer) for layer in layers)
+    unique_layers: dict[LayerConfig, LayerConfig] = {}
+    return tuple(unique_layers.setdefault(layer, layer) for layer in layers)

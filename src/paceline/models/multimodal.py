@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 
-_MROPE = "mrope"
+_MROPE_TYPE = "mrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,19 +14,19 @@ class MultimodalModel:
     """How a multimodal config.json describes its text model.
 
     Attributes:
-        text_type: `model_type` of the text model; None = `text_config` names it.
-        default_text_type: `model_type` of the text model if `text_config` does not name it.
+        text_model_type: `model_type` of the text model; None = `text_config` names it.
+        default_text_model_type: `model_type` of the text model if `text_config` does not name it.
         text_config_defaults: defaults of the configuration class in transformers that differ from those of the text model's family.
-        may_be_flat: old files may have no `text_config`; the text model's fields are then at the top level.
+        may_have_flat_config: old files may have no `text_config`; the text model's fields are then at the top level.
     """
 
-    text_type: str | None = None
-    default_text_type: str = "llama"
+    text_model_type: str | None = None
+    default_text_model_type: str = "llama"
     text_config_defaults: Mapping[str, Any] = field(default_factory=dict)
-    may_be_flat: bool = False
+    may_have_flat_config: bool = False
 
 
-_QWEN2_VL = MultimodalModel(
+_QWEN2_VL_MODEL = MultimodalModel(
     "qwen2",
     text_config_defaults={
         "vocab_size": 152064,
@@ -39,7 +39,7 @@ _QWEN2_VL = MultimodalModel(
         "rope_theta": 1e6,
         "max_window_layers": 80,
     },
-    may_be_flat=True,
+    may_have_flat_config=True,
 )
 MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "gemma3": MultimodalModel("gemma3_text"),
@@ -48,18 +48,18 @@ MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
     "gemma4_unified": MultimodalModel("gemma4_unified_text"),
     "qwen3_5": MultimodalModel("qwen3_5_text"),
     "qwen3_5_moe": MultimodalModel("qwen3_5_moe_text"),
-    "mistral3": MultimodalModel(default_text_type="mistral"),
-    "qwen2_vl": _QWEN2_VL,
-    "qwen2_5_vl": _QWEN2_VL,
+    "mistral3": MultimodalModel(default_text_model_type="mistral"),
+    "qwen2_vl": _QWEN2_VL_MODEL,
+    "qwen2_5_vl": _QWEN2_VL_MODEL,
     "qwen3_vl": MultimodalModel("qwen3", text_config_defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
     "llava": MultimodalModel(),
     "llava_next": MultimodalModel(),
-    "llava_onevision": MultimodalModel(default_text_type="qwen2"),
+    "llava_onevision": MultimodalModel(default_text_model_type="qwen2"),
     "vipllava": MultimodalModel(),
-    "internvl": MultimodalModel(default_text_type="qwen2"),
+    "internvl": MultimodalModel(default_text_model_type="qwen2"),
     "idefics3": MultimodalModel(),
     "smolvlm": MultimodalModel(),
-    "lfm2_vl": MultimodalModel(default_text_type="lfm2"),
+    "lfm2_vl": MultimodalModel(default_text_model_type="lfm2"),
     "muse_glimmer": MultimodalModel("muse_glimmer_text"),
 }
 """Supported multimodal models, by their `model_type`."""
@@ -82,23 +82,23 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if model is None:
         return values
-    if text is None and not model.may_be_flat:
+    if text is None and not model.may_have_flat_config:
         raise CheckpointError(
             f"config.json of a {model_type} model has no text_config, which holds the values of its language model: use a complete copy "
             "of the model, or the language model alone"
         )
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
-    text_type = model.text_type or text.get("model_type") or model.default_text_type
+    text_model_type = model.text_model_type or text.get("model_type") or model.default_text_model_type
     # eos_token_id at the top level takes precedence; quantisation settings at the top level are used if text_config has none.
     outer_names = ("eos_token_id", "quantization_config", "quantization")
     from_outer = {
         name: outer[name] for name in outer_names if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))
     }
-    sizes = _DEFAULT_SIZES.get(text_type, {}) if isinstance(text_type, str) else {}
-    found = {**sizes, **model.text_config_defaults, **outer, **text, **from_outer, "model_type": text_type}
+    sizes = _DEFAULT_SIZES.get(text_model_type, {}) if isinstance(text_model_type, str) else {}
+    found = {**sizes, **model.text_config_defaults, **outer, **text, **from_outer, "model_type": text_model_type}
     for name in ("rope_scaling", "rope_parameters"):  # for text tokens mrope's three position ids are equal, which is ordinary rope
-        if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
+        if isinstance(found.get(name), Mapping) and _MROPE_TYPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}
     return found
 

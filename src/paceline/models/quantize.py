@@ -20,13 +20,13 @@ from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weight
 FloatArray = NDArray[np.float32]
 GROUP_SIZES = (128, 64, 32)
 _CHUNK_VALUES = 1 << 17  # number of values quantised at a time, so that temporary arrays fit in the CPU cache
-_SCALE_BITS_DROPPED = 12  # number of low bits of a float32 scale that are rounded to 0, of 24 significant bits
+_SCALE_BITS_DROPPED = 12  # how many of the 24 significant bits of a float32 scale are rounded to 0
 _MAX_WEIGHT = np.float32(1e37)  # larger weights are refused, so that `scale * code` stays finite; real weights are far smaller
 # not quantised: small matrices that select experts, or clusters of tokens in a Gemma 4 assistant; rounding could change the selection
 _UNQUANTIZED_NAMES = ("router", "shared_gate", "altup_router", "centroids")
 _MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # groups with only smaller values become zeros: their scale would be subnormal
-# int4 scales to try for a group: the value of largest magnitude gets one of these codes before clipping to -8..7. Clipping often lowers
-# the squared error; -7 clips nothing. A finer search lowers the error by 0.3 % and takes a third longer.
+# candidates for the code of a group's value of largest magnitude, before clipping to -8..7. Each gives a scale. Clipping often lowers the
+# squared error; -7 clips nothing. A finer search would lower the error by another 0.3 % and take a third longer.
 _INT4_EXTREME_CODES = (-8.0, -7.0, -8.6, -9.3)
 
 
@@ -62,13 +62,12 @@ class QuantizationScheme:
         return np.dtype(np.int8 if self.bits == 8 else np.uint8)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the size in bytes of a quantised matrix of this shape."""
         values = math.prod(shape)
         return values * self.bits // 8 + values // self.group_size * 4
 
 
 def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str = "the matrix") -> GroupedMatrix:
-    """Quantise `values` [N, K]. Each group gets the scale with the smallest squared error of several; a group of zeros gets 1.
+    """Quantise `values` [N, K]. Of several scales, each group gets the one with the smallest squared error; a group of zeros gets scale 1.
 
     Args:
         group_size: 32, 64 or 128, and a divisor of K.
@@ -91,14 +90,14 @@ def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, name: str
 
 
 def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_also_lm_head: bool) -> QuantizationScheme | None:
-    """Return how a tensor is quantised; None = as stored: no matrix, excluded, already as few bits, or no group size divides its width.
+    """Return how a tensor is quantised; None = not at all: it is no matrix, is excluded, has as few bits already, or fits no group size.
 
     Args:
         is_also_lm_head: embeddings are tied, so the embedding is also the output matrix.
     """
     if len(info.shape) != 2:
         return None
-    bits = _target_bits(name, options, is_also_lm_head=is_also_lm_head)
+    bits = _quantized_bits(name, options, is_also_lm_head=is_also_lm_head)
     group_size = largest_group_size(info.shape[1], options.group)
     if bits is None or group_size is None or (info.bits is not None and info.bits <= bits):
         return None
@@ -135,7 +134,7 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: QuantizationScheme, *,
     return GroupedTensor(GroupedMatrix(codes, scales, None, scheme.bits, scheme.zero_point), tensor.weight_type)
 
 
-def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> int | None:
+def _quantized_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> int | None:
     for pattern, bits in options.overrides:
         if fnmatchcase(name, pattern):
             return bits
@@ -149,9 +148,10 @@ def _target_bits(name: str, options: QuantOptions, *, is_also_lm_head: bool) -> 
 
 
 def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray]:
-    """Return signed codes [N, G, group_size] and scales [N, G]. The sign of a 4-bit scale makes the code of the extreme value negative."""
+    """Return signed codes [N, num_groups, group_size] and scales [N, num_groups]. 4-bit scales may be negative."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
+    # The sign of a 4-bit scale makes the code of the value with the largest magnitude negative, because codes are -8 to 7.
     extremes = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
     extreme_codes, bounds = (_INT4_EXTREME_CODES, (-8.0, 7.0)) if bits == 4 else ((127.0,), (-127.0, 127.0))
     return _choose_scales(groups, extremes, extreme_codes, bounds)
@@ -160,7 +160,12 @@ def _quantize_groups(groups: FloatArray, bits: int, name: str) -> tuple[FloatArr
 def _choose_scales(
     groups: FloatArray, extremes: FloatArray, extreme_codes: Sequence[float], bounds: tuple[float, float]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the codes round(value / extreme * extreme_code) clipped to `bounds`, and scales, for the best extreme code of each group."""
+    """Return codes and scales. Codes are round(value / extreme * extreme_code) with the extreme code that has the smallest squared error.
+
+    Args:
+        extremes: value of largest magnitude in each group.
+        extreme_codes: candidates for the code of that value, before codes are clipped to `bounds`.
+    """
     is_zero = np.abs(extremes) < _MIN_GROUP_MAGNITUDE
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extremes))
     normalized = groups * inverse[..., None]

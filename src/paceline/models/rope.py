@@ -15,14 +15,14 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
 
     Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
         and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: the rule
-        published with Gemma 4. Deviation: types that depend on the context length use `rope.context_len` for a whole run. transformers
-        recomputes the frequencies as a text grows.
+        published with Gemma 4. Deviation: types that depend on the context length use `rope.scaled_context_len` as long as the model is
+        loaded. transformers recomputes the frequencies as a text grows.
     """
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
     # float64: numpy's float32 power is often one bit off, an error that large positions multiply.
     theta_powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
-    with np.errstate(over="ignore", divide="ignore"):  # only pairs that do not rotate overflow (`check_rope`)
+    with np.errstate(over="ignore", divide="ignore"):  # overflow is harmless in pairs that do not rotate; `check_rope` refuses others
         unscaled = (np.float32(1.0) / theta_powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return unscaled, 1.0
@@ -48,24 +48,24 @@ def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np
 
     Source: the rule published with Ministral 3, after Llama 4's.
     """
-    if rope.temperature == 0.0:
+    if rope.attention_temperature_scale == 0.0:
         return np.ones(len(positions), np.float32)
-    lengths = np.floor_divide(positions, rope.temperature_length)
-    scales = 1.0 + rope.temperature * np.log1p(lengths.astype(np.float64))
+    lengths = np.floor_divide(positions, rope.attention_temperature_len)
+    scales = 1.0 + rope.attention_temperature_scale * np.log1p(lengths.astype(np.float64))
     return np.asarray(scales, np.float32)
 
 
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
     """Return the base. With the dynamic type it grows with the context length, so that the longest wavelength covers the context."""
-    if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
+    if rope.type is not RopeType.DYNAMIC or rope.scaled_context_len <= rope.original_max_positions or rotary_size <= 2:
         return rope.theta
-    growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
+    growth = rope.factor * rope.scaled_context_len / rope.original_max_positions - (rope.factor - 1)
     return float(rope.theta * growth ** (rotary_size / (rotary_size - 2)))
 
 
 def _longrope_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return frequencies divided by `long_factors` for contexts above the original length, else by `short_factors`."""
-    is_long = rope.context_len > rope.original_max_positions
+    is_long = rope.scaled_context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
     return np.asarray(np.float32(1.0) / (divisors * theta_powers), np.float32)
 
@@ -93,10 +93,11 @@ def _llama3_frequencies(rope: RopeConfig, unscaled: NDArray[np.float32]) -> NDAr
 def _yarn_frequencies(rope: RopeConfig, theta_powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
     """Return frequencies: high ones unchanged, low ones divided by `factor`, with a linear ramp in between."""
 
-    def pair_index(num_rotations: float) -> float:
-        return head_size * math.log(rope.original_max_positions / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_with_turns(num_turns: float) -> float:
+        """Return the index, with decimals, of the pair that makes this many full turns over the original context."""
+        return head_size * math.log(rope.original_max_positions / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
+    low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)

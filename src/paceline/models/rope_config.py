@@ -26,7 +26,6 @@ class RopeType(Enum):
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether the frequencies of this type depend on the context length."""
         return self in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 
@@ -37,8 +36,8 @@ class RopeConfig:
     Attributes:
         original_max_positions: context length before scaling.
         rotated_fraction: share of a head's values that rotate, starting with the first. For PROPORTIONAL, share of its pairs.
-        context_len: context length for which length-dependent frequencies are computed; 0 = the original length.
-        temperature, temperature_length: queries are multiplied by 1 + temperature * ln(1 + floor(position / temperature_length)).
+        scaled_context_len: context length for which length-dependent frequencies are computed; 0 = the original length.
+        attention_temperature_scale, attention_temperature_len: a and b in the factor of queries, 1 + a * ln(1 + floor(position / b)).
     """
 
     theta: float = 10000.0
@@ -56,24 +55,24 @@ class RopeConfig:
     rotated_fraction: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    context_len: int = 0
-    temperature: float = 0.0
-    temperature_length: int = 0
+    scaled_context_len: int = 0
+    attention_temperature_scale: float = 0.0
+    attention_temperature_len: int = 0
 
     @property
     def is_limited_to_original_len(self) -> bool:
         """Return whether these frequencies are valid for contexts up to the original length only (longrope, dynamic)."""
-        return self.type.depends_on_length and self.context_len <= self.original_max_positions
+        return self.type.depends_on_length and self.scaled_context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:
         """Return the number of values of a head that are in rotary pairs."""
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_model_len: int | None) -> "RopeConfig":
-        """Return the settings for a run of up to `max_model_len` positions; None = the original context length."""
+        """Return the settings for texts of up to `max_model_len` positions; None = the original context length."""
         if not self.type.depends_on_length:
             return self
-        return replace(self, context_len=max(max_model_len or 0, self.original_max_positions))
+        return replace(self, scaled_context_len=max(max_model_len or 0, self.original_max_positions))
 
 
 def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
@@ -87,12 +86,12 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
     own = JsonFields(_rope_parameters_for(fields, family, layer_type), fields.path)
-    temperature = own.number("llama_4_scaling_beta", 0.0)
-    if temperature != 0.0 and not family.has_temperature_tuning:
-        raise CheckpointError(f"{fields.path}: llama_4_scaling_beta = {temperature} is not supported for {family.name}, only 0 is")
-    if temperature == 0.0:
+    scale = own.number("llama_4_scaling_beta", 0.0)
+    if scale != 0.0 and not family.has_temperature_tuning:
+        raise CheckpointError(f"{fields.path}: llama_4_scaling_beta = {scale} is not supported for {family.name}, only 0 is")
+    if scale == 0.0:
         return rope
-    return replace(rope, temperature=temperature, temperature_length=own.integer("original_max_position_embeddings"))
+    return replace(rope, attention_temperature_scale=scale, attention_temperature_len=own.integer("original_max_position_embeddings"))
 
 
 def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, layer_type: str) -> RopeConfig:
@@ -147,7 +146,7 @@ def _rope_parameters_for(fields: JsonFields, family: "Family", layer_type: str) 
     scaling = _rope_fields(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
-    elif family.needs_local_rope and fields.values.get("rope_parameters"):
+    elif family.requires_local_rope_parameters and fields.values.get("rope_parameters"):
         raise CheckpointError(
             f"{fields.path}: rope_parameters = {shortened(scaling)} of {family.name} are one set, which transformers ignores: "
             "give one for full_attention and one for sliding_attention"

@@ -24,7 +24,6 @@ from paceline.models.layers import (
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the network."""
     return sum(map(prod, tensor_shapes(config).values()))
 
 
@@ -97,10 +96,10 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
         "attention_gate": (mixer.num_heads, hidden, False) if mixer.gate is AttentionGate.HEAD else (mixer.query_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
-    absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.has_keys_as_values else ())]
+    absent = [*(("k_proj", "v_proj") if mixer.kv_source_layer is not None else ()), *(("v_proj",) if mixer.uses_keys_as_values else ())]
     absent += ["attention_gate"] if mixer.gate is AttentionGate.NONE else []
     shapes |= _projection_shapes({name: size for name, size in projections.items() if name not in absent})
-    if mixer.kv_layer is not None:
+    if mixer.kv_source_layer is not None:
         shapes.pop("k_norm.weight", None)
     return shapes
 
@@ -136,7 +135,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         shapes |= {} if mixer.norm is GatedNorm.NONE else {"gated_norm.weight": (state.value_width,)}
         gates, bias = {"dt_proj": (state.num_heads, hidden, mixer.bias)}, mixer.bias
     sizes = {"conv_proj": channels}
-    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_qkv_projections:
         sizes = {"q_proj": state.key_width, "k_proj": state.key_width, "v_proj": state.value_width}
     matrices = {name: (size, hidden, bias) for name, size in {**sizes, "z_proj": state.value_width}.items()} | gates
     return shapes | _projection_shapes({**matrices, "out_proj": (hidden, state.value_width, bias)})
@@ -174,9 +173,9 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _projection_shapes({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
     if mlp.shared_expert is not None:
         shapes |= _mlp_shapes(mlp.shared_expert, hidden, "shared_expert.")
-    if mlp.has_own_norms:
+    if mlp.has_expert_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")}
-    return shapes | (_projection_shapes({"shared_gate": (1, hidden, False)}) if mlp.has_shared_gate else {})
+    return shapes | (_projection_shapes({"shared_gate": (1, hidden, False)}) if mlp.has_shared_expert_gate else {})
 
 
 _CHECKPOINT_MODULES = {
@@ -212,7 +211,7 @@ _CHECKPOINT_MODULES = {
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
-_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of `output_scale.weight`; it has no suffix
+_LAYER_OUTPUT_SCALE_NAME = "layer_scalar"  # checkpoint name of `output_scale.weight`; it has no suffix
 _OUTPUT_NORM_MODULES = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORM_MODULES = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -237,9 +236,9 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        is_expert = first in ("experts", "shared_expert")  # tensors inside an expert have the same names in checkpoints
+        is_expert = first in ("experts", "shared_expert")  # inside an expert, checkpoint names equal the internal names
         others = others if is_expert else [parts.get(part, part) for part in others]
-        last = [_OUTPUT_SCALE] if first == "output_scale" else [parts[first], *others]
+        last = [_LAYER_OUTPUT_SCALE_NAME] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
     return names
 
@@ -266,7 +265,7 @@ def _latent_checkpoint_names(latent: LatentProjections) -> dict[str, str]:
 def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
     """Return the checkpoint names of a recurrent mixer. Projections that are fused in one matrix all have that matrix's name."""
     outputs = {"gated_norm": "norm", "out_proj": "out_proj"}
-    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+    if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_qkv_projections:
         projections = {**{name: name for name in ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj")}, "z_proj": "g_proj"}
         outputs = {"gated_norm": "o_norm", "out_proj": "o_proj"}
     elif isinstance(mixer, GatedDeltaConfig):

@@ -70,14 +70,14 @@ class Weights(Mapping[str, AnyTensor]):
     Attributes:
         bundled_head: "medusa" or "mtp" if the files include such a drafting head.
         has_encoders: the files include image or audio encoders, which are not read.
-        container: the format of quantised matrices in the files; None = there are none.
+        quantized_format: the format of quantised matrices in the files; None = there are none.
         notices: messages for users.
         packed_matrices: quantised matrices that are not converted yet, by internal names. Their tensors are converted on first use.
     """
 
     bundled_head: str | None = None
     has_encoders: bool = False
-    container: str | None = None
+    quantized_format: str | None = None
     notices: tuple[str, ...] = ()
     packed_matrices: Mapping[str, PackedMatrix] = MappingProxyType({})
 
@@ -125,13 +125,13 @@ class Weights(Mapping[str, AnyTensor]):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all weights in memory."""
+        """Return the number of bytes that all weights take in memory."""
         return sum(self.tensor_info(name).nbytes for name in self)
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor computed on first use by calling `compute`. Its values depend only on `source_arrays`, the stored arrays."""
+    """A tensor computed on first use by calling `compute`. `source_arrays` are the stored arrays that determine its values."""
 
     info: TensorInfo
     source_arrays: tuple[NDArray[Any], ...]
@@ -174,7 +174,7 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | slice | None = None)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round float32 values to the nearest bf16, ties to even, and return its bits."""
+    """Round float32 values to the nearest bf16, ties to even, and return the bits of the results."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
@@ -201,7 +201,7 @@ def add_norm_offset(tensor: AnyTensor) -> Tensor:
 
 
 def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
-    """Return the indices that reorder q or k rows from interleaved rotary pairs (GPT-J style) to pairs (j, j + R/2)."""
+    """Return the indices that reorder q or k rows from interleaved rotary pairs (GPT-J style) to pairs (j, j + rotary_size / 2)."""
     heads = np.arange(num_rows).reshape(-1, head_size)
     rotated, unrotated = heads[:, :rotary_size], heads[:, rotary_size:]
     halves = rotated.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
@@ -210,4 +210,4 @@ def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray
 
 def shares_kv(config: ModelConfig, layer: int) -> bool:
     """Return whether a layer reads the keys and values of another layer, so that its own projections are unused."""
-    return layer in config.attention_layers and config.attention_layers[layer].kv_layer is not None
+    return layer in config.attention_layers and config.attention_layers[layer].kv_source_layer is not None

@@ -38,7 +38,7 @@ class CheckpointFacts:
         path: the directory or file.
         stored_bytes: size of its weight files.
         num_parameters: values of all tensors.
-        stored_as: container and type of the weights.
+        stored_as: quantisation or float type of the weights.
         tokenizer: None where it cannot be read without converting it.
     """
 

@@ -156,7 +156,7 @@ def estimate_memory(
         config.kv_bytes_per_token(kept) * 1000,
         backend,
         tuple((group.window + _ROWS_BEYOND_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
-        4 * StateLayout.for_layers(config.recurrent_layers).state_size,
+        4 * StateLayout.for_layers(config.recurrent_layers).num_state_values,
         _pass_bytes(checkpoint, schemes, max_model_len) if backend == "native" else 0,
     )
 

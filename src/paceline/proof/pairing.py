@@ -197,7 +197,7 @@ def _check_pard2(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
     assistant = load_assistant(files, target.config)
     layers = assistant.config.layers
-    read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
+    read = sorted({layer.attention.kv_source_layer for layer in layers.layers if layer.attention.kv_source_layer is not None})
     summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}"
     return HeadFacts(files.path, files.kind, assistant.weights, 0), PairCheck(True, summary)
 

@@ -320,7 +320,7 @@ class Network(ABC):
         """Return a network with other weights whose attention reads this network's keys and values and writes none.
 
         Args:
-            config: config of its layers. `AttentionConfig.kv_layer` is the layer of this network whose keys and values a layer reads.
+            config: config of its layers. `AttentionConfig.kv_source_layer` is the layer of this network whose KV cache a layer reads.
             weights: weights by the names that `definition` uses.
             max_model_len: maximum length of a sequence.
 

@@ -206,8 +206,8 @@ def attention_block(ops: Ops[Value], attention: AttentionConfig, x: Value, layer
         return ops.head_norm(x, prefix + name, num_heads) if attention.qk_norm is QKNorm.HEAD_AFTER_ROPE else x
 
     names, is_gated = ["q_proj"], attention.gate is not AttentionGate.NONE
-    if attention.kv_layer is None:
-        names += ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
+    if attention.kv_source_layer is None:
+        names += ["k_proj"] if attention.uses_keys_as_values else ["k_proj", "v_proj"]
     q, *kv = ops.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if is_gated else []))
     gate = kv.pop() if is_gated else None
     q = norm_and_rotate(q, "q_norm", attention.num_heads, attention.rope)
@@ -254,7 +254,7 @@ def recurrent_block(ops: Ops[Value], mixer: Recurrent, x: Value, layer: int) -> 
         mixed = ops.convolution(ops.gated(b, conv_input, Activation.NONE), mixer, layer)
         mixed = ops.gated(c, mixed, Activation.NONE)
     elif isinstance(mixer, GatedDeltaConfig):
-        names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_projections else ("conv_proj",)
+        names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_qkv_projections else ("conv_proj",)
         *conv_inputs, z, b, a = project(*names, "z_proj", "b_proj", "a_proj")
         mixed = ops.delta_rule(ops.convolution(ops.concat(*conv_inputs), mixer, layer), b, a, mixer, layer)
         normed = ops.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
@@ -285,7 +285,7 @@ def mlp_block(ops: Ops[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, 
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
         return _dense_mlp(ops, mlp, x, prefix)
-    if mlp.has_own_norms and mlp.shared_expert is not None:
+    if mlp.has_expert_norms and mlp.shared_expert is not None:
         return ops.add(
             ops.rms_norm(_dense_mlp(ops, mlp.shared_expert, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
             ops.rms_norm(_experts_with_norms(ops, mlp, stream, prefix), prefix + "experts_output_norm"),
@@ -297,7 +297,7 @@ def mlp_block(ops: Ops[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, 
     if mlp.shared_expert is None:
         return mixed
     shared = _dense_mlp(ops, mlp.shared_expert, x, prefix + "shared_expert.")
-    if mlp.has_shared_gate:
+    if mlp.has_shared_expert_gate:
         shared = ops.gated(ops.linear(x, prefix + "shared_gate")[0], shared, Activation.SIGMOID)
     return ops.add(mixed, shared)
 
@@ -315,7 +315,7 @@ def _dense_mlp(ops: Ops[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
     if not gates and mlp.activation is Activation.GELU_TANH:
         return ops.linear(ops.activated(up, mlp.activation), prefix + "down_proj")[0]
     gate = _scaled(ops, gates[0] if gates else up, mlp.gate_scale)
-    gate = gate if mlp.top_k_factor is None else ops.gaussian_top_k(gate, mlp.top_k_factor)
+    gate = gate if mlp.sparsity_std_factor is None else ops.gaussian_top_k(gate, mlp.sparsity_std_factor)
     return _scaled(ops, ops.linear(ops.gated(gate, up, mlp.activation), prefix + "down_proj")[0], mlp.output_scale)
 
 
@@ -384,7 +384,7 @@ def altup_layer(ops: Ops[Value], config: LayerConfig, altup: AltUp, streams: Val
     prefix, count = f"layers.{layer}.", altup.num_streams
 
     def mixing_weights(x: Value, name: str) -> Value:
-        scaled = ops.scale(ops.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.width)
+        scaled = ops.scale(ops.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.hidden_size)
         (routed,) = ops.linear(scaled, prefix + "altup_router")
         return ops.linear(ops.soft_cap(routed, 1.0), prefix + name)[0]  # a soft cap of 1 is tanh
 
@@ -403,7 +403,7 @@ def altup_layer(ops: Ops[Value], config: LayerConfig, altup: AltUp, streams: Val
 
 def active_stream(ops: Ops[Value], altup: AltUp, streams: Value) -> Value:
     """Return the AltUp stream [T, E] that is the input of the layers. The other streams are only predicted and corrected."""
-    return ops.columns(streams, altup.active_index * altup.width, altup.width)
+    return ops.columns(streams, altup.active_index * altup.hidden_size, altup.hidden_size)
 
 
 def split_into_streams(ops: Ops[Value], altup: AltUp, x: Value) -> Value:
@@ -414,7 +414,7 @@ def split_into_streams(ops: Ops[Value], altup: AltUp, x: Value) -> Value:
 
 def merge_streams(ops: Ops[Value], altup: AltUp, streams: Value) -> Value:
     """Return the mean of the first stream and projections of the other streams, scaled to the root mean square of the first."""
-    first, *others = (ops.columns(streams, index * altup.width, altup.width) for index in range(altup.num_streams))
+    first, *others = (ops.columns(streams, index * altup.hidden_size, altup.hidden_size) for index in range(altup.num_streams))
     projected = (ops.linear(stream, f"altup_unembed_proj.{index}")[0] for index, stream in enumerate(others))
     matched = (ops.match_rms(stream, first) for stream in projected)
     return ops.scale(reduce(ops.add, matched, first), 1.0 / altup.num_streams)

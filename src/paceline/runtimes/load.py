@@ -161,8 +161,8 @@ def _check_dequantized_size(weights: Weights, config: ModelConfig, memory_bytes:
     size = dequantized_bytes(weights.packed_matrices.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
-            f"matrices packed as {weights.container} take {size / 1e9:.3g} GB as {config.weight_type.value}, {memory_bytes / 1e9:.3g} GB "
-            "are free: use quantization='int8' or 'int4', or a GGUF file of the model"
+            f"matrices packed as {weights.quantized_format} take {size / 1e9:.3g} GB as {config.weight_type.value}, "
+            f"{memory_bytes / 1e9:.3g} GB are free: use quantization='int8' or 'int4', or a GGUF file of the model"
         )
 
 

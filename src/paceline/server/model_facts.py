@@ -29,7 +29,7 @@ class ModelFacts:
     Attributes:
         path: its directory or GGUF file.
         num_bytes: size of its weight files.
-        quantization: "Q4_K_M", "bf16" or the name of a container; what `--quantization` makes of it, if that is given.
+        quantization: "Q4_K_M", "bf16" or the name of a quantised format; what `--quantization` makes of it, if that is given.
         max_model_len: longest text that is served.
     """
 

@@ -135,8 +135,9 @@ def _unsupported(target: ModelConfig, count: int) -> Iterator[str]:
             yield f"{name} = {value}"
     sizes = model_sizes(target)
     rope = sizes.rope
-    if rope.type not in _ROPE_KEYS or rope.rotated_fraction != 1.0 or rope.temperature != 0.0:
-        yield f"rope type {rope.type.value} with rotated_fraction = {rope.rotated_fraction:g} and temperature = {rope.temperature:g}"
+    if rope.type not in _ROPE_KEYS or rope.rotated_fraction != 1.0 or rope.attention_temperature_scale != 0.0:
+        temperature = rope.attention_temperature_scale
+        yield f"rope type {rope.type.value} with rotated_fraction = {rope.rotated_fraction:g} and temperature = {temperature:g}"
     attention = AttentionConfig(
         num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_size=sizes.head_size, rope=sizes.rope,
         scale=sizes.head_size**-0.5, bias=sizes.has_bias, qk_norm=QKNorm.HEAD if sizes.has_qk_norm else QKNorm.NONE,

@@ -241,7 +241,7 @@ def last_layers(weights: Weights, target: ModelConfig, count: int) -> list[dict[
     usable = [
         index
         for index, layer in enumerate(target.layers)
-        if isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, DenseMLP) and layer.mixer.kv_layer is None
+        if isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, DenseMLP) and layer.mixer.kv_source_layer is None
     ]
     found = [layer_tensors(weights, index) for index in usable[-count:]]
     return [{} for _ in range(count - len(found))] + found

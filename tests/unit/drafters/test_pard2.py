@@ -147,7 +147,7 @@ def test_missing_projection_file_or_bias_is_refused(draft: Path, sizes: ModelCon
 
 def test_packed_matrices_of_a_pard2_draft_model_are_refused(draft: Path, sizes: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Weights({})
-    packed.packed_matrices, packed.container = {"layers.0.q_proj.weight": None}, "gptq"  # type: ignore[dict-item]
+    packed.packed_matrices, packed.quantized_format = {"layers.0.q_proj.weight": None}, "gptq"  # type: ignore[dict-item]
     monkeypatch.setattr(pard2, "open_weights", lambda *_: packed)
     files = HeadFiles.open(draft)
     with pytest.raises(IncompatibleDrafterError, match="its matrices are packed as gptq, which is not supported"):

@@ -78,7 +78,7 @@ def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | N
 def test_recommended_sampling_is_read_from_generation_config(
     tmp_path: Path, generation: dict[str, Any], expected: tuple[tuple[str, float], ...]
 ) -> None:
-    assert read(tmp_path, LLAMA, generation).sampling == expected
+    assert read(tmp_path, LLAMA, generation).sampling_defaults == expected
 
 
 def test_llama_config_sizes_are_read(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_granite_multipliers_default_to_one(tmp_path: Path) -> None:
 def test_ministral3_scales_queries_with_position_but_not_keys(tmp_path: Path) -> None:
     config = read(tmp_path, MINISTRAL3)
     rope, key_rope = config.attention.rope, config.attention.key_rope
-    assert (rope.temperature, rope.temperature_length) == (0.1, 32)
+    assert (rope.attention_temperature_scale, rope.attention_temperature_len) == (0.1, 32)
     assert config.rope_variants == ((rope, 128), (key_rope, 128))
     positions = np.array([0, 31, 32, 63, 64])
     assert np.allclose(query_scales(rope, positions), 1 + 0.1 * np.log([1, 1, 2, 2, 3]), rtol=1e-7, atol=0)
@@ -322,7 +322,7 @@ def test_phi3_rope_factors_depend_on_the_context_length(tmp_path: Path, name: st
     )
     for max_model_len, positions, context_len in ((None, 128, 128), (64, 128, 128), (128, 128, 128), (129, 512, 129), (512, 512, 512)):
         chosen = config.for_context(max_model_len)
-        assert (chosen.max_positions, chosen.attention.rope.context_len) == (positions, context_len), max_model_len
+        assert (chosen.max_positions, chosen.attention.rope.scaled_context_len) == (positions, context_len), max_model_len
         assert chosen.for_context(max_model_len) == chosen
     assert read(tmp_path, LLAMA).for_context(100).max_positions == 512
 
@@ -493,7 +493,7 @@ def test_layers_are_grouped_by_kv_cache_layout() -> None:
     plain = make_config(num_layers=2).layers[0]
     wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
     sliding = replace(plain, mixer=replace(plain.mixer, window=16))
-    reader = replace(plain, mixer=replace(plain.mixer, window=16, kv_layer=2))
+    reader = replace(plain, mixer=replace(plain.mixer, window=16, kv_source_layer=2))
     config = replace(make_config(), layers=(plain, wide, sliding, plain, reader))
     assert [(group.window, group.layers) for group in config.kv_groups()] == [(None, (0, 3)), (None, (1,)), (16, (2,))]
     assert [group.layers for group in config.kv_groups(by_window=False)] == [(0, 2, 3), (1,)]
@@ -560,7 +560,7 @@ def test_published_config_of_deepseek_v2_lite_caches_its_latent(tmp_path: Path) 
     assert [type(layer.mlp).__name__ for layer in config.layers[:3]] == ["DenseMLP", "ExpertMLP", "ExpertMLP"]
     experts = config.layers[1].mlp
     assert isinstance(experts, ExpertMLP)
-    assert (experts.routing.num_groups, experts.routing.scoring) == (1, RouterScoring.SOFTMAX)
+    assert (experts.routing.num_expert_groups, experts.routing.scoring) == (1, RouterScoring.SOFTMAX)
     assert experts.shared_expert.intermediate_size == 2816
     refused = {"qk_nope_head_dim": 2000, "num_attention_heads": 4096, "norm_topk_prob": True, "model_type": "deepseek_v32"}
     for name, value in refused.items():

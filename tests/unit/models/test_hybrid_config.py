@@ -72,8 +72,8 @@ def test_qwen_hybrid_config_defaults_equal_their_transformers_classes(tmp_path: 
     assert isinstance(mlp, DenseMLP if values is QWEN else ExpertMLP)
     if isinstance(mlp, ExpertMLP):
         assert (mlp.routing.num_experts, mlp.routing.num_experts_per_token) == ((256, 8) if values is QWEN_MOE else (512, 10))
-        assert mlp.routing.is_normalized
-        assert mlp.has_shared_gate
+        assert mlp.routing.has_normalized_weights
+        assert mlp.has_shared_expert_gate
         assert mlp.shared_expert == mlp.expert == DenseMLP(intermediate_size=512)
 
 
@@ -127,7 +127,12 @@ def test_lfm2_moe_layers_start_after_the_dense_layers(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert [isinstance(layer.mlp, ExpertMLP) for layer in config.layers] == [False, False, True, True]
     routing = config.layers[2].mlp.routing  # type: ignore[union-attr]
-    assert (routing.num_experts, routing.num_experts_per_token, routing.has_correction_bias, routing.epsilon) == (32, 4, True, 1e-6)
+    assert (routing.num_experts, routing.num_experts_per_token, routing.has_correction_bias, routing.weight_sum_epsilon) == (
+        32,
+        4,
+        True,
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_granite_hybrid_without_experts_has_only_the_shared_mlp(tmp_path: Path) 
     assert read(tmp_path, {**GRANITE, "num_local_experts": 0}).layers[0].mlp == shared
     mlp = read(tmp_path, GRANITE).layers[0].mlp
     assert isinstance(mlp, ExpertMLP)
-    assert (mlp.shared_expert, mlp.expert, mlp.has_shared_gate) == (shared, DenseMLP(intermediate_size=96), False)
+    assert (mlp.shared_expert, mlp.expert, mlp.has_shared_expert_gate) == (shared, DenseMLP(intermediate_size=96), False)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def test_olmo_hybrid_sizes_and_rope_default_to_those_of_transformers(
 ) -> None:
     config = read(tmp_path, {**OLMO, **rope})
     sizes = {"num_key_heads": 4, "num_value_heads": 4, "key_size": 12, "value_size": 24, "kernel_size": 4}
-    assert recurrent(config) == GatedDeltaConfig(**sizes, beta_scale=2.0, has_separate_projections=True, norm_eps=1e-5)
+    assert recurrent(config) == GatedDeltaConfig(**sizes, beta_scale=2.0, has_separate_qkv_projections=True, norm_eps=1e-5)
     assert [layer.norm_order for layer in config.layers] == [*[NormOrder.PRE] * 3, NormOrder.POST]
     assert config.attention.has_rope_embedding is has_rope_embedding
 

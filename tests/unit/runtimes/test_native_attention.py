@@ -191,7 +191,7 @@ def test_attention_layer_with_shared_kv_reads_and_never_writes_it(seed: int) -> 
     rows = [RowRange(0, 40, 0, np.array([3, 1], np.int32))]
     q, k, v = bench.rows(random, 40)
     expected = bench.attend([q, k, v], rows).copy()
-    shared = replace(bench.config.attention, kv_layer=0)
+    shared = replace(bench.config.attention, kv_source_layer=0)
     reader = Network([64], lambda blocks, inputs: [blocks.attention(inputs[0], None, shared, 1)], config=bench.config, num_threads=2)
     reader.execution.set_cache([*bench.storage, *np.full((2, 1, 1), 0xFF, np.uint8)])
     written = bench.storage.copy()

@@ -30,7 +30,7 @@ def stored(kind: str, values: FloatArray, random: np.random.Generator) -> AnyTen
     if kind == "mxfp4":
         codes = random.integers(0, 256, (len(values), values.shape[1] // 2), np.uint8)
         scales = np.full((len(values), values.shape[1] // 32), 1 / 64, np.float32)
-        return GroupedTensor(GroupedMatrix(codes, scales, None, 4, table=DOUBLED_E2M1_VALUES))
+        return GroupedTensor(GroupedMatrix(codes, scales, None, 4, code_values=DOUBLED_E2M1_VALUES))
     return plain_tensor(values)
 
 
@@ -63,15 +63,15 @@ def weights_of(routing: ExpertRouting, logits: np.ndarray, tensors: dict[str, An
     scores = 1 / (1 + np.exp(-logits)) if routing.scoring is RouterScoring.SIGMOID else np.exp(logits - logits.max())
     scores = scores if routing.scoring is RouterScoring.SIGMOID else scores / scores.sum()
     compared = scores + as_float32(tensors["router.correction"]) if routing.has_correction_bias else scores.copy()
-    if routing.num_groups > 1:
-        groups = compared.reshape(routing.num_groups, -1)
+    if routing.num_expert_groups > 1:
+        groups = compared.reshape(routing.num_expert_groups, -1)
         sums = np.sort(groups)[:, -2:].sum(axis=1)
         groups[np.argsort(-sums, kind="stable")[routing.num_selected_groups :]] = -np.inf
         compared = groups.reshape(-1)
     chosen = np.argsort(-compared, kind="stable")[: routing.num_experts_per_token]
     weights = np.zeros_like(scores)
-    weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.epsilon) if routing.is_normalized else 1)
-    return weights * routing.weight_factor * (as_float32(tensors["router.scales"]) if routing.has_expert_scales else 1)
+    weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.weight_sum_epsilon) if routing.has_normalized_weights else 1)
+    return weights * routing.routed_scaling_factor * (as_float32(tensors["router.scales"]) if routing.has_expert_scales else 1)
 
 
 def expected(mlp: ExpertMLP, tensors: dict[str, AnyTensor], x: FloatArray, logits: FloatArray) -> np.ndarray:
@@ -87,7 +87,7 @@ def expected(mlp: ExpertMLP, tensors: dict[str, AnyTensor], x: FloatArray, logit
             gate, up = (product(expert, part, x[row]) for part in ("gate_proj", "up_proj"))
             if isinstance(activation, ClampedSwiGLU):
                 gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit) + 1
-                active = gate / (1 + np.exp(-activation.slope * gate)) * up
+                active = gate / (1 + np.exp(-activation.sigmoid_slope * gate)) * up
             else:
                 active = gate / (1 + np.exp(-gate)) * up
             mixed[row] += weight * product(expert, "down_proj", active)
@@ -128,18 +128,18 @@ def test_grouped_expert_weights_accept_unrounded_rows(kind: str, level: str, see
 ROUTINGS = {
     "one": replace(PLAIN.routing, num_experts_per_token=1),
     "all": replace(PLAIN.routing, num_experts_per_token=COUNT),
-    "not normalised": replace(PLAIN.routing, is_normalized=False),
-    "scaled": replace(PLAIN.routing, has_expert_scales=True, weight_factor=1.5),
-    "sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, epsilon=1e-20, has_correction_bias=True),
-    "plain sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, is_normalized=False, weight_factor=2.5),
+    "not normalised": replace(PLAIN.routing, has_normalized_weights=False),
+    "scaled": replace(PLAIN.routing, has_expert_scales=True, routed_scaling_factor=1.5),
+    "sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, weight_sum_epsilon=1e-20, has_correction_bias=True),
+    "plain sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, has_normalized_weights=False, routed_scaling_factor=2.5),
     "groups": ExpertRouting(
         num_experts=40,
         num_experts_per_token=6,
         scoring=RouterScoring.SIGMOID,
-        num_groups=5,
+        num_expert_groups=5,
         num_selected_groups=2,
         has_correction_bias=True,
-        is_normalized=True,
+        has_normalized_weights=True,
     ),
     "many": ExpertRouting(num_experts=300, num_experts_per_token=8),
 }

@@ -86,7 +86,7 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
     matrix = weight.matrix
     codes, scales = as_codes(rows, matrix.group_size)
     stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
-    values = stored.astype(np.int64) - matrix.zero_point if matrix.table is None else matrix.table[stored].astype(np.int64)
+    values = stored.astype(np.int64) - matrix.zero_point if matrix.code_values is None else matrix.code_values[stored].astype(np.int64)
     shifted = values.reshape(len(stored), -1, matrix.group_size)
     parts = np.einsum("tgi,ngi->tng", codes, shifted) * scales.astype(np.float64)[:, None, :] * matrix.scales.astype(np.float64)[None]
     if matrix.minimums is not None:

@@ -56,7 +56,7 @@ class Reference:
         if isinstance(mixer, ShortConvConfig):
             mixed = self._of("c_proj", x) * self._convolved(self._of("b_proj", x) * self._of("conv_proj", x))
         else:
-            is_separate = isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections
+            is_separate = isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_qkv_projections
             parts = ("q_proj", "k_proj", "v_proj") if is_separate else ("conv_proj",)
             taken = self._convolved(np.concatenate([self._of(part, x) for part in parts], axis=1))
             taken, z = taken / (1 + np.exp(-taken)), self._of("z_proj", x)

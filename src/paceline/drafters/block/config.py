@@ -304,15 +304,15 @@ def _read_attention(files: HeadFiles, fields: JsonFields, hidden_size: int, num_
     builder = LayerBuilder(_with_partial_rotary_factor(JsonFields(values, fields.path)), replace(FAMILIES["llama"], has_partial_rope=True))
     _check_head_counts(files, fields, builder.num_heads, builder.num_kv_heads, builder.head_size)
     tensors = files.tensors
-    has_keys_as_values = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
+    uses_keys_as_values = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
     return replace(
         builder.attention(
             qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
             has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
         ),
         rope=builder.rope.for_context(None),
-        has_value_norm=has_keys_as_values,
-        has_keys_as_values=has_keys_as_values,
+        has_value_norm=uses_keys_as_values,
+        uses_keys_as_values=uses_keys_as_values,
         value_scale=fields.positive_number("attention_value_scale", 1.0),
     )
 
@@ -346,7 +346,7 @@ def _read_gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionCon
         scale=1.0,
         qk_norm=QKNorm.HEAD,
         has_value_norm=True,
-        has_keys_as_values=fields.flag("attention_k_eq_v", default=False),
+        uses_keys_as_values=fields.flag("attention_k_eq_v", default=False),
     )
 
 

@@ -41,7 +41,7 @@ def context_network(config: BlockConfig) -> NetworkDefinition:
         context, stored = ops.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
-            names = ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
+            names = ["k_proj"] if attention.uses_keys_as_values else ["k_proj", "v_proj"]
             k, *values = ops.linear(context, *(prefix + name for name in names))
             v = values[0] if values else k
             if attention.qk_norm is QKNorm.HEAD:

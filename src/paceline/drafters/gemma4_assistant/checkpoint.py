@@ -108,8 +108,10 @@ def _read_layers(files: HeadFiles, builder: LayerBuilder, target: ModelConfig) -
 
 def _last_cached_layers(target: ModelConfig) -> dict[bool, int]:
     """Return for sliding (True) and full (False) attention the last target layer of this type that caches keys and values itself."""
-    attentions = [replace(layer.attention, kv_layer=None) for layer in target.layers]
-    return {attentions[index] != attentions[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}
+    attentions = [replace(layer.attention, kv_source_layer=None) for layer in target.layers]
+    return {
+        attentions[index] != attentions[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_source_layer is None
+    }
 
 
 def _with_kv_of_target_layer(files: HeadFiles, builder: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
@@ -117,12 +119,12 @@ def _with_kv_of_target_layer(files: HeadFiles, builder: LayerBuilder, layer: Lay
 
     A draft row has no key of its own: of the target's window of w positions, which includes the row itself, it attends to w - 1.
     """
-    mixer, kv_layer = layer.attention, layer.attention.kv_layer or 0
-    shared: AttentionConfig = target.layers[kv_layer].attention
+    mixer, kv_source_layer = layer.attention, layer.attention.kv_source_layer or 0
+    shared: AttentionConfig = target.layers[kv_source_layer].attention
     if mixer.head_size != shared.head_size or builder.num_heads % shared.num_kv_heads:
         raise IncompatibleDrafterError(
             f"the assistant {files.path} has {builder.num_heads} query heads of {mixer.head_size} values where the target's layer "
-            f"{kv_layer} has {shared.num_kv_heads} key heads of {shared.head_size}: it was made for another model"
+            f"{kv_source_layer} has {shared.num_kv_heads} key heads of {shared.head_size}: it was made for another model"
         )
     if mixer.window is not None and shared.window is not None and mixer.window != shared.window:
         raise IncompatibleDrafterError(

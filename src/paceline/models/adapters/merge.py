@@ -60,7 +60,7 @@ class MergedWeights(LazyWeights):
         self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in pairs if name in adapter.biases}
         names = dict.fromkeys((*base, *self._base_names, *self._biases))
         super().__init__(names, self._make_tensor)
-        self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
+        self.bundled_head, self.has_encoders, self.quantized_format = base.bundled_head, base.has_encoders, base.quantized_format
         self.packed_matrices = {name: matrix for name, matrix in base.packed_matrices.items() if name not in self._changed}
         self.notices = (*base.notices, *self._merge_notices())
 

@@ -68,9 +68,9 @@ def _deepseek_v2_layers(builder: LayerBuilder) -> Layers:
     routing = replace(
         routing,
         scoring=RouterScoring.SOFTMAX,
-        scores_per_group=1,
+        top_scores_per_group=1,
         has_correction_bias=False,
-        weight_factor=builder.fields.number("routed_scaling_factor", 1.0),
+        routed_scaling_factor=builder.fields.number("routed_scaling_factor", 1.0),
     )
     return _layers_with_experts(builder, routing, _dense_layers(builder))
 
@@ -119,7 +119,7 @@ def _has_sigmoid_router(fields: GgufFields) -> bool:
 
 
 def _deepseek_gguf_format(gating: GatingFunction) -> GgufFormat:
-    """Return the format of files with this router function. llama.cpp uses the architecture deepseek2 for all of them."""
+    """Return the GGUF format of models with the router function `gating`. llama.cpp gives DeepSeek-V2 and V3 the same architecture name."""
     return GgufFormat(
         architectures=("deepseek2",),
         matches=_has_sigmoid_router if gating is GatingFunction.SIGMOID else None,
@@ -130,11 +130,11 @@ def _deepseek_gguf_format(gating: GatingFunction) -> GgufFormat:
 
 
 _DEFAULT_LATENT_SIZES = {"head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_FIXED_FIELDS = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
-_DEEPSEEK_V3 = Family(
+_REQUIRED_FIELD_VALUES = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
+_DEEPSEEK_V3_FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3, DeepSeek-R1, Moonlight",
+    model_names="DeepSeek-V3, DeepSeek-R1, Moonlight",
     bundled_drafters=("mtp",),
     build_layers=_deepseek_v3_layers,
     defaults={
@@ -152,17 +152,17 @@ _DEEPSEEK_V3 = Family(
         "first_k_dense_replace": 3,
         **special_ids(0, 1),
     },
-    fixed_fields={**_FIXED_FIELDS, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    required_field_values={**_REQUIRED_FIELD_VALUES, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     field_aliases={"qk_rope_head_dim": "head_dim"},
     module_names={"shared_expert": "mlp.shared_experts"},
     gguf=_deepseek_gguf_format(GatingFunction.SIGMOID),
 )
 FAMILIES = (
     replace(
-        _DEEPSEEK_V3,
+        _DEEPSEEK_V3_FAMILY,
         name="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
-        models="DeepSeek-V2, DeepSeek-V2-Lite",
+        model_names="DeepSeek-V2, DeepSeek-V2-Lite",
         bundled_drafters=(),
         build_layers=_deepseek_v2_layers,
         defaults={
@@ -177,17 +177,17 @@ FAMILIES = (
             **special_ids(1, 2),
         },
         # norm_topk_prob = true is refused: transformers ignores it, other programs normalise the experts' weights.
-        fixed_fields={**_FIXED_FIELDS, "scoring_func": "softmax", "norm_topk_prob": False},
+        required_field_values={**_REQUIRED_FIELD_VALUES, "scoring_func": "softmax", "norm_topk_prob": False},
         gguf=_deepseek_gguf_format(GatingFunction.SOFTMAX),
     ),
-    # Before DeepSeek-V3: of families with the same architecture, the last one is used if `model_type` is absent.
-    replace(_DEEPSEEK_V3, name="kimi_k2", models="Kimi-K2", bundled_drafters=(), gguf=None, gguf_family="deepseek_v3"),
-    _DEEPSEEK_V3,
+    # must precede DeepSeek-V3 in this list: if `model_type` is absent, the last family with the same architecture is used
+    replace(_DEEPSEEK_V3_FAMILY, name="kimi_k2", model_names="Kimi-K2", bundled_drafters=(), gguf=None, gguf_family="deepseek_v3"),
+    _DEEPSEEK_V3_FAMILY,
     replace(
-        _DEEPSEEK_V3,
+        _DEEPSEEK_V3_FAMILY,
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
-        models="GLM-4.7-Flash",
+        model_names="GLM-4.7-Flash",
         build_layers=_glm4_moe_lite_layers,
         defaults={
             **_DEFAULT_LATENT_SIZES,
@@ -209,10 +209,10 @@ FAMILIES = (
         gguf_family="deepseek_v3",
     ),
     replace(
-        _DEEPSEEK_V3,
+        _DEEPSEEK_V3_FAMILY,
         name="youtu",
         architecture="YoutuForCausalLM",
-        models="Youtu-LLM",
+        model_names="Youtu-LLM",
         bundled_drafters=(),
         build_layers=lambda builder: builder.layers(_latent_attention(builder), builder.mlp()),
         defaults={
@@ -222,7 +222,7 @@ FAMILIES = (
             "tie_word_embeddings": True,
             **special_ids(128000, 128001),
         },
-        fixed_fields={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
+        required_field_values={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
         gguf=GgufFormat(
             architectures=("deepseek2",),
             matches=_has_no_experts,

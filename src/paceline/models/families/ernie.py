@@ -17,7 +17,7 @@ def _ernie4_5_layers(builder: LayerBuilder) -> Layers:
 
 def _ernie4_5_moe_layers(builder: LayerBuilder) -> Layers:
     fields, count = builder.fields, builder.num_layers
-    routing = replace(builder.routing(), is_normalized=True, has_correction_bias=True)
+    routing = replace(builder.routing(), has_normalized_weights=True, has_correction_bias=True)
     experts = experts_with_shared(builder, routing, fields.integer("moe_num_shared_experts", 2, minimum=0))
     first, interval = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
     last = count - 1 if fields.values.get("moe_layer_end_index", -1) == -1 else fields.integer("moe_layer_end_index", minimum=0)
@@ -42,32 +42,32 @@ def _ernie4_5_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> 
     }
 
 
-_DEFAULTS = {
+_DEFAULT_FIELDS = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-_ERNIE4_5 = Family(
+_ERNIE4_5_FAMILY = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    models="ERNIE 4.5 0.3B",
+    model_names="ERNIE 4.5 0.3B",
     build_layers=_ernie4_5_layers,
-    defaults={**_DEFAULTS, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128},
-    fixed_fields={"compression_ratio": 1.0},
+    defaults={**_DEFAULT_FIELDS, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128},
+    required_field_values={"compression_ratio": 1.0},
     has_interleaved_rope=True,
     gguf=GgufFormat(
         architectures=("ernie4_5",), read_extra_fields=lambda fields, config: {"use_bias": config["mlp_bias"]}, has_interleaved_rope=True
     ),
 )
 FAMILIES = (
-    _ERNIE4_5,
+    _ERNIE4_5_FAMILY,
     replace(
-        _ERNIE4_5,
+        _ERNIE4_5_FAMILY,
         name="ernie4_5_moe",
         architecture="Ernie4_5_MoeForCausalLM",
-        models="ERNIE 4.5 MoE (text)",
+        model_names="ERNIE 4.5 MoE (text)",
         build_layers=_ernie4_5_moe_layers,
         defaults={
-            **_DEFAULTS,
+            **_DEFAULT_FIELDS,
             "num_attention_heads": 20,
             "num_key_value_heads": 4,
             "moe_intermediate_size": 1536,
@@ -75,7 +75,7 @@ FAMILIES = (
             "num_experts_per_tok": 6,
         },
         # use_bias is refused: lm_head would have a bias, which this family does not read.
-        fixed_fields={"compression_ratio": 1.0, "use_bias": False, "moe_norm_min": 1e-12},
+        required_field_values={"compression_ratio": 1.0, "use_bias": False, "moe_norm_min": 1e-12},
         field_aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
         module_names={"shared_expert": "mlp.shared_experts"},
         mlp_module="mlp",

@@ -17,7 +17,7 @@ FAMILIES = (
     Family(
         name="exaone4",
         architecture="Exaone4ForCausalLM",
-        models="EXAONE 4",
+        model_names="EXAONE 4",
         build_layers=_exaone4_layers,
         defaults={
             "max_position_embeddings": 2048,

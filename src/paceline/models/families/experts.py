@@ -34,7 +34,7 @@ def experts_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
 
 
 def grouped_experts_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json fields for `grouped_topk_routing`, dense first layers, and the number of layers without MTP modules."""
+    """Return the config.json fields for `grouped_topk_routing`, leading dense layers, and the number of layers, MTP modules excluded."""
     return {
         "num_hidden_layers": fields.num_layers_without_mtp(config["num_hidden_layers"]),
         "first_k_dense_replace": fields.architecture_value("leading_dense_block_count") or 0,
@@ -65,9 +65,9 @@ def grouped_topk_routing(builder: LayerBuilder) -> ExpertRouting:
     return replace(
         routing,
         scoring=RouterScoring.SIGMOID,
-        epsilon=1e-20 if routing.is_normalized else 0.0,
-        weight_factor=fields.number("routed_scaling_factor", 1.0),
-        num_groups=num_groups,
+        weight_sum_epsilon=1e-20 if routing.has_normalized_weights else 0.0,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        num_expert_groups=num_groups,
         num_selected_groups=num_selected_groups,
         has_correction_bias=True,
     )

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
-from paceline.models.families.hybrids import MAMBA_METADATA_KEYS, SILU_ONLY, mamba_gguf_fields, mamba_mixer_of_width
+from paceline.models.families.hybrids import MAMBA_METADATA_KEYS, SILU_ACTIVATIONS, mamba_gguf_fields, mamba_mixer_of_width
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import GatedNorm, LayerConfig, Mamba2Config
 
 
 def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
-    """Return equal layers. Multipliers of the attention's input and keys are folded into the scales of scores and values.
+    """Return the layers, which are all equal. Multipliers of attention inputs and keys are folded into the scales of scores and values.
 
     Source: Falcon-H1's model in transformers 5.23.
     """
@@ -23,7 +23,7 @@ def _falcon_h1_layers(builder: LayerBuilder) -> Layers:
     scale = float(builder.head_size**-0.5) * input_scale**2 * key_scale
     attention = builder.attention(scale=scale, value_scale=input_scale * output_scale)
     gate_scale, mlp_scale = _read_multipliers(builder, "mlp_multipliers", 2)
-    mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ONLY), gate_scale=gate_scale, output_scale=mlp_scale)
+    mlp = replace(builder.mlp(bias=builder.flag("mlp_bias"), activations=SILU_ACTIVATIONS), gate_scale=gate_scale, output_scale=mlp_scale)
     return (LayerConfig(mixer=attention, mlp=mlp, parallel_mixer=_mamba_mixer(builder)),) * builder.num_layers
 
 
@@ -37,7 +37,7 @@ def _mamba_mixer(builder: LayerBuilder) -> Mamba2Config:
         mamba_mixer_of_width(builder, width, "mamba_d_ssm", bias=False),
         norm=norm if builder.flag("mamba_rms_norm") else GatedNorm.NONE,
         gate_scale=gate,
-        conv_scales=(x, b, c),
+        xbc_conv_scales=(x, b, c),
         dt_scale=dt,
         output_scale=fields.positive_number("ssm_out_multiplier", 1.0),
     )
@@ -62,7 +62,7 @@ FAMILIES = (
     Family(
         name="falcon_h1",
         architecture="FalconH1ForCausalLM",
-        models="Falcon-H1",
+        model_names="Falcon-H1",
         build_layers=_falcon_h1_layers,
         defaults={
             "num_attention_heads": 32,
@@ -77,7 +77,7 @@ FAMILIES = (
             "mamba_expand": 2,
             **special_ids(1, 2),
         },
-        fixed_fields={"attention_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
+        required_field_values={"attention_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
         module_names={
             "final_norm": "model.final_layernorm",
             "mlp_norm": "pre_ff_layernorm",

@@ -36,10 +36,10 @@ class GgufFormat:
         has_interleaved_rope: rows of q and k are stored for interleaved (GPT-J style) rotary embeddings.
         has_rope: rotary settings are read from the usual metadata. False = `read_extra_fields` reads them, or the family has none.
         has_untied_output: a file without `output.weight` is damaged. False = such a file has tied embeddings.
-        has_tiled_value_heads: gated delta nets store the first value head of every key head, then the second of each, and so on.
-        allows_zero_sizes: in per-layer metadata, layers without attention or without an MLP have size 0.
-        allows_mixed_sizes: layers may differ in head and MLP sizes, which `read_extra_fields` reads.
-        has_latent_attention: the family has MLA: `head_dim` is the rotated part of a head, `rope.dimension_count`.
+        interleaves_value_heads_of_key_heads: gated delta nets store the first value head of each key head, then all second ones, and so on.
+        allows_zero_layer_sizes: in per-layer metadata, layers without attention or without an MLP have size 0.
+        allows_different_layer_sizes: layers may differ in head and MLP sizes, which `read_extra_fields` reads.
+        has_latent_attention: the family has MLA. Its `head_dim` is the size of the rotated part of a head, `rope.dimension_count`.
         norm_eps_key: metadata key of the norms' epsilon; empty = `attention.layer_norm_rms_epsilon`.
     """
 
@@ -52,9 +52,9 @@ class GgufFormat:
     has_interleaved_rope: bool = False
     has_rope: bool = True
     has_untied_output: bool = False
-    has_tiled_value_heads: bool = False
-    allows_zero_sizes: bool = False
-    allows_mixed_sizes: bool = False
+    interleaves_value_heads_of_key_heads: bool = False
+    allows_zero_layer_sizes: bool = False
+    allows_different_layer_sizes: bool = False
     has_latent_attention: bool = False
     norm_eps_key: str = ""
 
@@ -65,17 +65,17 @@ class Family:
 
     Attributes:
         name, architecture: `model_type` and class in a Hugging Face config.json.
-        models: published models of the family, for docs.
+        model_names: names of published models of the family, for docs.
         build_layers: function that builds the layers from config.json.
         defaults: fields that config.json may leave out, with the values of the configuration class in transformers.
-        fixed_fields: values that fields must have, if they are given. A file with another value is refused.
+        required_field_values: values that fields must have, if they are given. A file with another value is refused.
         gguf: format of its GGUF files; None = that of `gguf_family`, if set. Otherwise GGUF files are not supported.
         gguf_family: another family with the same network. GGUF files of this family are read as files of that one.
         bundled_drafters: drafters in the publisher's checkpoints, for docs.
-        published_heads: methods of drafting heads that third parties published for it, for docs.
+        third_party_head_methods: methods of drafting heads that third parties published for it, for docs.
         activation_field: the config.json field that names the activation function of MLPs.
         has_local_rope: layers with a sliding window have rotary settings of their own.
-        needs_local_rope: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
+        requires_local_rope_parameters: `rope_parameters` must have an entry for sliding_attention and one for full_attention.
         has_temperature_tuning: `llama_4_scaling_beta` scales queries by their position.
         has_rope_alpha: with the rope type dynamic, the base is multiplied by a power of `alpha` at every context length.
         has_partial_rope: `partial_rotary_factor` may be below 1.
@@ -96,22 +96,23 @@ class Family:
         has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
         has_partial_per_layer_embedding: the table of per-layer embeddings may have fewer rows than the vocabulary.
         has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
-        has_embedding_and_logit_multipliers: `embedding_multiplier` scales embedding rows, `lm_head_multiplier` / `logits_scaling` logits.
+        has_embedding_and_logit_multipliers: `embedding_multiplier` multiplies embedding rows,
+            `lm_head_multiplier` multiplies logits, and `logits_scaling` divides them.
     """
 
     name: str
     architecture: str
-    models: str
+    model_names: str
     build_layers: Callable[[LayerBuilder], Layers]
     defaults: Mapping[str, Any]
-    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    required_field_values: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufFormat | None = None
     gguf_family: str | None = None
     bundled_drafters: tuple[str, ...] = ()
-    published_heads: tuple[str, ...] = ()
+    third_party_head_methods: tuple[str, ...] = ()
     activation_field: str = "hidden_act"
     has_local_rope: bool = False
-    needs_local_rope: bool = False
+    requires_local_rope_parameters: bool = False
     has_temperature_tuning: bool = False
     has_rope_alpha: bool = False
     has_partial_rope: bool = False

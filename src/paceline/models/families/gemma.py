@@ -39,16 +39,16 @@ def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[st
     return {"query_pre_attn_scalar": scalar, **{name: value for name, value in values.items() if value is not None}}
 
 
-_DEFAULTS = {
+_DEFAULT_FIELDS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
-_GEMMA2 = Family(
+_GEMMA2_FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    models="Gemma 2",
+    model_names="Gemma 2",
     build_layers=lambda builder: _gemma_layers(builder, full_attention_interval=2, soft_cap=builder.soft_cap("attn_logit_softcapping")),
-    defaults={**_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    defaults={**_DEFAULT_FIELDS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     activation_field="hidden_activation",
     has_norm_offset=True,
     has_scaled_embedding=True,
@@ -56,14 +56,14 @@ _GEMMA2 = Family(
     gguf=GgufFormat(architectures=("gemma2",), read_extra_fields=_gemma_gguf_fields),
 )
 FAMILIES = (
-    _GEMMA2,
+    _GEMMA2_FAMILY,
     replace(
-        _GEMMA2,
+        _GEMMA2_FAMILY,
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        models="Gemma 3 (text)",
+        model_names="Gemma 3 (text)",
         build_layers=lambda builder: _gemma_layers(builder, qk_norm=QKNorm.HEAD),
-        defaults={**_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6},
+        defaults=dict(_DEFAULT_FIELDS, vocab_size=262208, max_position_embeddings=131072, sliding_window_pattern=6, rope_theta=1e6),
         has_local_rope=True,
         gguf=GgufFormat(architectures=("gemma3",), read_extra_fields=_gemma_gguf_fields),
     ),

@@ -14,7 +14,7 @@ from paceline.models.layers import AltUp, DenseMLP, LayerConfig, NormOrder, PerL
 
 _FULL_ATTENTION_INTERVAL = 5  # every 5th layer has full attention if config.json has no `layer_types`
 _DEFAULT_NUM_SPARSE_LAYERS, _DEFAULT_SPARSITY = 10, 0.95
-_SPARSITY_DECIMALS = 6  # decimals of the fraction of zeros computed from a GGUF file's float32 threshold
+_SPARSITY_DECIMALS = 6  # decimals to which a fraction of zeros is rounded that is computed from a GGUF file's float32 threshold
 _ALTUP_METADATA_KEYS = {"altup_active_idx": "altup.active_idx", "altup_num_inputs": "altup.num_inputs"}
 
 
@@ -31,14 +31,14 @@ def _gemma3n_layers(builder: LayerBuilder) -> Layers:
     altup, laurel_rank = _altup(builder), fields.integer("laurel_rank")
     return share_equal_layers(
         LayerConfig(
-            mixer=replace(mixers[has_window], kv_layer=kv_layer),
+            mixer=replace(mixers[has_window], kv_source_layer=kv_source_layer),
             mlp=mlp,
             norm_order=NormOrder.SANDWICH,
             per_layer_input=per_layer_input,
             altup=altup,
             laurel_rank=laurel_rank,
         )
-        for has_window, kv_layer, mlp in zip(is_sliding, kv_source_layers(builder, is_sliding), mlps, strict=True)
+        for has_window, kv_source_layer, mlp in zip(is_sliding, kv_source_layers(builder, is_sliding), mlps, strict=True)
     )
 
 
@@ -48,7 +48,7 @@ def _altup(builder: LayerBuilder) -> AltUp:
     return AltUp(
         num_streams=num_streams,
         active_index=fields.integer("altup_active_idx", minimum=0, maximum=num_streams - 1),
-        width=fields.integer("hidden_size"),
+        hidden_size=fields.integer("hidden_size"),
         has_output_scale=fields.flag("altup_correct_scale", default=True),
     )
 
@@ -61,7 +61,7 @@ def _mlps(builder: LayerBuilder) -> list[DenseMLP]:
     else:
         widths = [builder.fields.integer(name)] * builder.num_layers
     return [
-        replace(builder.mlp(width=width), top_k_factor=NormalDist().inv_cdf(sparsity) if sparsity else None)
+        replace(builder.mlp(width=width), sparsity_std_factor=NormalDist().inv_cdf(sparsity) if sparsity else None)
         for width, sparsity in zip(widths, _sparsities(builder), strict=True)
     ]
 
@@ -115,7 +115,7 @@ FAMILIES = (
     Family(
         name="gemma3n_text",
         architecture="Gemma3nForCausalLM",
-        models="Gemma 3n (text)",
+        model_names="Gemma 3n (text)",
         build_layers=_gemma3n_layers,
         defaults={
             "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
@@ -138,7 +138,7 @@ FAMILIES = (
                 "num_kv_shared_layers": "attention.shared_kv_layers",
                 "activation_sparsity_pattern": "activation_sparsity_scale",
             },
-            allows_mixed_sizes=True,
+            allows_different_layer_sizes=True,
         ),
     ),
 )  # fmt: skip

@@ -23,9 +23,9 @@ _DEFAULT_ROPE_PARAMETERS = {
     _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_PER_LAYER_SIZES = ("num_key_value_heads", "head_dim")
+_FIELDS_THAT_DIFFER_BY_LAYER = ("num_key_value_heads", "head_dim")
 _DEFAULT_FULL_ATTENTION_INTERVAL = 6  # every 6th layer has full attention if a GGUF file does not list the layers with a sliding window
-_MIN_UNROTATED_DIVISOR = 1e20  # a rotary pair whose frequency is divided by this much or more counts as unrotated
+_MIN_DIVISOR_OF_UNROTATED_PAIR = 1e20  # a rotary pair whose frequency is divided by this much or more counts as unrotated
 
 
 def _gemma4_layers(builder: LayerBuilder) -> Layers:
@@ -68,21 +68,21 @@ def build_gemma4_layers(builder: LayerBuilder, is_sliding: Sequence[bool], kv_so
     }
     return share_equal_layers(
         LayerConfig(
-            mixer=replace(attention_layers[has_window], kv_layer=kv_layer),
-            mlp=mlps[kv_layer is not None],
+            mixer=replace(attention_layers[has_window], kv_source_layer=kv_source_layer),
+            mlp=mlps[kv_source_layer is not None],
             norm_order=NormOrder.SANDWICH,
             per_layer_input=per_layer_input,
             has_output_scale=True,
         )
-        for has_window, kv_layer in zip(is_sliding, kv_source_layers, strict=True)
+        for has_window, kv_source_layer in zip(is_sliding, kv_source_layers, strict=True)
     )
 
 
-def _mlps_with_experts(builder: LayerBuilder, shared_experts: Sequence[DenseMLP]) -> list[ExpertMLP]:
-    """Return a mixture of experts for each shared expert."""
-    routing = replace(builder.routing(count_fields=("top_k_experts",)), is_normalized=True, has_expert_scales=True)
+def _mlps_with_experts(builder: LayerBuilder, shared_mlps: Sequence[DenseMLP]) -> list[ExpertMLP]:
+    """Return a mixture of experts for each dense MLP in `shared_mlps`, which becomes its shared expert."""
+    routing = replace(builder.routing(count_fields=("top_k_experts",)), has_normalized_weights=True, has_expert_scales=True)
     expert, scale = builder.mlp(width_field="moe_intermediate_size"), float(builder.fields.integer("hidden_size") ** -0.5)
-    return [ExpertMLP(routing=routing, expert=expert, shared_expert=mlp, has_own_norms=True, router_scale=scale) for mlp in shared_experts]
+    return [ExpertMLP(routing=routing, expert=expert, shared_expert=mlp, has_expert_norms=True, router_scale=scale) for mlp in shared_mlps]
 
 
 def _refuse_bidirectional_attention(builder: LayerBuilder) -> None:
@@ -125,7 +125,7 @@ def _attention_config(builder: LayerBuilder, *, has_window: bool, sizes: tuple[i
         rope=read_rope(_with_default_rope(fields), builder.family, head_size=head_size, layer_type=_SLIDING if has_window else _FULL),
         window=None if window is None or window >= builder.max_positions else window,
         has_value_norm=True,
-        has_keys_as_values=not has_window and builder.flag("attention_k_eq_v"),
+        uses_keys_as_values=not has_window and builder.flag("attention_k_eq_v"),
     )
 
 
@@ -151,9 +151,10 @@ def _attention_sizes(builder: LayerBuilder, is_sliding: Sequence[bool], *, has_w
     found = set()
     for index in [index for index, other in enumerate(is_sliding) if other == has_window]:
         own = per_layer.get(str(index)) or {}
-        if not isinstance(own, Mapping) or not own.keys() <= set(_PER_LAYER_SIZES):
+        if not isinstance(own, Mapping) or not own.keys() <= set(_FIELDS_THAT_DIFFER_BY_LAYER):
             raise CheckpointError(
-                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_PER_LAYER_SIZES)} may differ"
+                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only "
+                f"{' and '.join(_FIELDS_THAT_DIFFER_BY_LAYER)} may differ"
             )
         found.add(_read_attention_sizes(builder, JsonFields({**fields.values, **own}, fields.path)))
     if len(found) > 1:
@@ -221,9 +222,9 @@ class _GgufLayers:
 
     def config_fields(self) -> dict[str, Any]:
         fields, is_sliding = self._fields, self._sliding_layers()
-        full_size = fields.count("attention.key_length")
-        sliding_size = fields.count("attention.key_length_swa", full_size)
-        for key, expected in (("value_length", full_size), ("value_length_swa", sliding_size)):
+        full_head_size = fields.count("attention.key_length")
+        sliding_head_size = fields.count("attention.key_length_swa", full_head_size)
+        for key, expected in (("value_length", full_head_size), ("value_length_swa", sliding_head_size)):
             if (size := fields.architecture_value(f"attention.{key}")) not in (None, expected):
                 fields.raise_invalid(f"attention.{key}", size, f"the size of keys, {expected}")
         table = fields.file.tensors.get("per_layer_token_embd.weight")
@@ -237,9 +238,9 @@ class _GgufLayers:
             "vocab_size_per_layer_input": None if table is None else table.shape[0],
             "enable_moe_block": bool(fields.architecture_value("expert_count")),
             "final_logit_softcapping": None if soft_cap is None else fields.number("final_logit_softcapping"),
-            "per_layer_config": self._kv_head_fields(is_sliding, full_size, sliding_size),
-            "head_dim": sliding_size,
-            "rope_parameters": self._rope_fields(full_size, sliding_size),
+            "per_layer_config": self._kv_head_fields(is_sliding, full_head_size, sliding_head_size),
+            "head_dim": sliding_head_size,
+            "rope_parameters": self._rope_fields(full_head_size, sliding_head_size),
             **self._mlp_width_fields(),
             **self._expert_fields(),
         }
@@ -263,13 +264,13 @@ class _GgufLayers:
             return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
         self._fields.raise_invalid(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
 
-    def _kv_head_fields(self, is_sliding: Sequence[bool], full_size: int, sliding_size: int) -> dict[str, dict[str, int]]:
-        """Return `per_layer_config`. A layer without a KV cache of its own gets the number of KV heads of its attention type."""
+    def _kv_head_fields(self, is_sliding: Sequence[bool], full_head_size: int, sliding_head_size: int) -> dict[str, dict[str, int]]:
+        """Return `per_layer_config`: head size and number of KV heads by layer. Layers without a KV cache have those of their type."""
         counts, sizes = self.layer_values("attention.head_count_kv"), dict[str, dict[str, int]]()
         count_by_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
         for layer, has_window in enumerate(is_sliding):
             count = counts[layer] if layer < self._num_owners else count_by_type.get(has_window, counts[layer])
-            sizes[str(layer)] = {"head_dim": sliding_size if has_window else full_size, "num_key_value_heads": count}
+            sizes[str(layer)] = {"head_dim": sliding_head_size if has_window else full_head_size, "num_key_value_heads": count}
         return sizes
 
     def _mlp_width_fields(self) -> dict[str, Any]:
@@ -288,9 +289,9 @@ class _GgufLayers:
         keys = {"num_experts": "expert_count", "top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
         return {name: self._fields.count(key) for name, key in keys.items()}
 
-    def _rope_fields(self, full_size: int, sliding_size: int) -> dict[str, Any]:
+    def _rope_fields(self, full_head_size: int, sliding_head_size: int) -> dict[str, Any]:
         fields = self._fields
-        for key, size in (("dimension_count", full_size), ("dimension_count_swa", sliding_size)):
+        for key, size in (("dimension_count", full_head_size), ("dimension_count_swa", sliding_head_size)):
             if (rotated := fields.architecture_value(f"rope.{key}")) not in (None, size):
                 fields.raise_invalid(f"rope.{key}", rotated, f"the whole head, {size}")
         if (kind := fields.architecture_value("rope.scaling.type") or "none") != "none":
@@ -298,7 +299,7 @@ class _GgufLayers:
         proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
         return {
             _SLIDING: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
-            _FULL: {**proportional, **self._rotated_fraction_and_divisor(full_size)},
+            _FULL: {**proportional, **self._rotated_fraction_and_divisor(full_head_size)},
         }
 
     def _rotated_fraction_and_divisor(self, head_size: int) -> dict[str, float]:
@@ -310,7 +311,7 @@ class _GgufLayers:
         if tensor is None:
             return {"partial_rotary_factor": 1.0}
         divisors = tensor.data.view("<f4") if tensor.block_type.name == "F32" and tensor.shape == (num_pairs,) else np.zeros(1, np.float32)
-        count = int(np.count_nonzero(divisors < _MIN_UNROTATED_DIVISOR))
+        count = int(np.count_nonzero(divisors < _MIN_DIVISOR_OF_UNROTATED_PAIR))
         if not count or not np.isfinite(divisors).all() or divisors[0] <= 0 or not (divisors[:count] == divisors[0]).all():
             raise CheckpointError(
                 f"{self._fields.file.path}: rope_freqs.weight of type {tensor.block_type.name} and shape {list(tensor.shape)} is not "
@@ -330,19 +331,19 @@ METADATA_KEYS = {
     "centroid_intermediate_top_k": "centroid_top_k",
 }
 """Metadata keys of config.json fields, for models and for assistants."""
-_DEFAULTS = {
+_DEFAULT_FIELDS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
-_GEMMA4 = Family(
+_GEMMA4_FAMILY = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    models="Gemma 4 (text)",
+    model_names="Gemma 4 (text)",
     bundled_drafters=("gemma4_assistant",),
-    published_heads=("dflash", "dspark"),
+    third_party_head_methods=("dflash", "dspark"),
     build_layers=_gemma4_layers,
     defaults={
-        **_DEFAULTS,
+        **_DEFAULT_FIELDS,
         "sliding_window": 512,
         "max_position_embeddings": 131072,
         "hidden_size_per_layer_input": 256,
@@ -368,17 +369,17 @@ _GEMMA4 = Family(
         metadata_keys=METADATA_KEYS,
         module_names={"shared_expert": ""},
         has_rope=False,
-        allows_mixed_sizes=True,
+        allows_different_layer_sizes=True,
     ),
 )
 FAMILIES = (
-    _GEMMA4,
+    _GEMMA4_FAMILY,
     replace(
-        _GEMMA4,
+        _GEMMA4_FAMILY,
         name="gemma4_unified_text",
         architecture="Gemma4UnifiedForCausalLM",
-        models="Gemma 4 unified (text)",
-        defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+        model_names="Gemma 4 unified (text)",
+        defaults={**_DEFAULT_FIELDS, "sliding_window": 1024, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
         gguf=None,
         gguf_family="gemma4_text",
     ),

@@ -42,7 +42,7 @@ FAMILIES = (
     Family(
         name="glm4",
         architecture="Glm4ForCausalLM",
-        models="GLM-4-0414",
+        model_names="GLM-4-0414",
         build_layers=_glm4_layers,
         defaults={
             "max_position_embeddings": 131072,
@@ -65,7 +65,7 @@ FAMILIES = (
     Family(
         name="glm4_moe",
         architecture="Glm4MoeForCausalLM",
-        models="GLM-4.5, GLM-4.6",
+        model_names="GLM-4.5, GLM-4.6",
         bundled_drafters=("mtp",),
         build_layers=_glm4_moe_layers,
         defaults={

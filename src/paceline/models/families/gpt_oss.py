@@ -16,7 +16,7 @@ def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
     activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)
     routing = builder.routing(count_fields=("num_experts_per_tok", "experts_per_token"))
-    experts = ExpertMLP(routing=replace(routing, is_normalized=True, bias=True), expert=expert)
+    experts = ExpertMLP(routing=replace(routing, has_normalized_weights=True, bias=True), expert=expert)
     attention = builder.attention(bias=fields.flag("attention_bias", default=True), has_sinks=True)
     return builder.layers(attention, experts, is_sliding=builder.sliding_layers(2))
 
@@ -37,8 +37,8 @@ FAMILIES = (
     Family(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
-        models="gpt-oss",
-        published_heads=("eagle3", "dflash"),
+        model_names="gpt-oss",
+        third_party_head_methods=("eagle3", "dflash"),
         build_layers=_gpt_oss_layers,
         defaults={
             "max_position_embeddings": 131072,

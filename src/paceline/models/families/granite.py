@@ -8,7 +8,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
 from paceline.models.families.hybrids import (
     MAMBA_METADATA_KEYS,
-    MLP,
+    AnyMLP,
     Mixer,
     gguf_layer_count,
     layers_with_attention,
@@ -75,9 +75,9 @@ def _granite_hybrid_layers(builder: LayerBuilder) -> Layers:
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
     attention = builder.attention(bias=builder.flag("attention_bias"), scale=scale, has_rope_embedding=embedding == "rope")
     mamba, mlp = _granite_mamba_mixer(builder), builder.mlp(width_field="shared_intermediate_size")
-    mlps: list[MLP] = [mlp] * builder.num_layers
+    mlps: list[AnyMLP] = [mlp] * builder.num_layers
     if fields.values.get("num_local_experts") != 0:
-        routing = replace(builder.routing(), is_normalized=True)
+        routing = replace(builder.routing(), has_normalized_weights=True)
         mlps = [ExpertMLP(routing=routing, expert=builder.mlp(), shared_expert=mlp)] * builder.num_layers
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
     return mixed_layers(builder, mixers, mlps, default_types=["mamba"] * builder.num_layers, residual_scale=residual_scale)
@@ -116,7 +116,7 @@ FAMILIES = (
     Family(
         name="granite",
         architecture="GraniteForCausalLM",
-        models="Granite 3",
+        model_names="Granite 3",
         build_layers=_granite_layers,
         defaults={"max_position_embeddings": 2048, **special_ids(1, 2)},
         has_embedding_and_logit_multipliers=True,
@@ -125,7 +125,7 @@ FAMILIES = (
     Family(
         name="granite_swa",
         architecture="GraniteSWAForCausalLM",
-        models="Granite Swash",
+        model_names="Granite Swash",
         build_layers=_granite_swa_layers,
         defaults={
             "max_position_embeddings": 8192,
@@ -141,7 +141,7 @@ FAMILIES = (
     Family(
         name="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
-        models="Granite 4",
+        model_names="Granite 4",
         build_layers=_granite_hybrid_layers,
         defaults={
             "max_position_embeddings": 2048,
@@ -177,7 +177,7 @@ FAMILIES = (
             read_extra_fields=_granite_hybrid_gguf_fields,
             metadata_keys=MAMBA_METADATA_KEYS,
             has_interleaved_rope=True,
-            allows_zero_sizes=True,
+            allows_zero_layer_sizes=True,
         ),
     ),
 )

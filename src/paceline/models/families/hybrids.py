@@ -22,10 +22,10 @@ from paceline.models.layers import (
 )
 
 Mixer = AttentionConfig | Recurrent
-MLP = DenseMLP | ExpertMLP
+AnyMLP = DenseMLP | ExpertMLP
 
-SILU_ONLY = {"silu": Activation.SILU, "swish": Activation.SILU}
-"""Activations of families whose MLPs and convolutions share one activation field in config.json."""
+SILU_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU}
+"""Supported activations, by their names in config.json, of families in which one field sets the activation of MLPs and convolutions."""
 MAMBA_METADATA_KEYS = {
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_d_head": "ssm.inner_size",
@@ -41,7 +41,7 @@ MAX_CONV_KERNEL_SIZE = 16
 def mixed_layers(
     builder: LayerBuilder,
     mixers: Mapping[str, Mixer],
-    mlps: Sequence[MLP],
+    mlps: Sequence[AnyMLP],
     *,
     default_types: Sequence[str],
     **settings: Any,
@@ -71,7 +71,6 @@ def mixed_layers(
 
 
 def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
-    """Return a gated delta net."""
     key_heads, value_heads = (fields.integer(f"linear_num_{part}_heads", maximum=MAX_RECURRENT_HEADS) for part in ("key", "value"))
     if value_heads % key_heads:
         raise CheckpointError(
@@ -87,7 +86,6 @@ def delta_net_mixer(fields: JsonFields) -> GatedDeltaConfig:
 
 
 def mamba_mixer(builder: LayerBuilder, *, head_size: int, bias: bool) -> Mamba2Config:
-    """Return a Mamba-2 mixer."""
     fields = builder.fields
     heads, groups = (fields.integer(name, maximum=MAX_RECURRENT_HEADS) for name in ("mamba_n_heads", "mamba_n_groups"))
     if heads % groups:
@@ -150,7 +148,6 @@ def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
 
 
 def mamba_gguf_fields(fields: GgufFields, num_layers: int) -> dict[str, Any]:
-    """Return the config.json fields of Mamba-2 mixers."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:
         fields.raise_invalid("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")

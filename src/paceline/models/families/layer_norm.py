@@ -57,10 +57,10 @@ def _stablelm_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict
     return {"use_qkv_bias": config["attention_bias"], "use_parallel_residual": not fields.has_tensor("blk.0.ffn_norm.weight")}
 
 
-_COHERE = Family(
+_COHERE_FAMILY = Family(
     name="cohere",
     architecture="CohereForCausalLM",
-    models="Command R, Aya 23, Aya Expanse",
+    model_names="Command R, Aya 23, Aya Expanse",
     build_layers=_cohere_layers,
     defaults={
         "max_position_embeddings": 8192,
@@ -70,7 +70,7 @@ _COHERE = Family(
         "tie_word_embeddings": True,
         **special_ids(5, 255001),
     },
-    fixed_fields={"use_qk_norm": False},
+    required_field_values={"use_qk_norm": False},
     has_embedding_and_logit_multipliers=True,
     has_interleaved_rope=True,
     field_aliases={"layer_norm_eps": "rms_norm_eps", "logit_scale": "lm_head_multiplier"},
@@ -79,15 +79,15 @@ _COHERE = Family(
     ),
 )
 FAMILIES = (
-    _COHERE,
+    _COHERE_FAMILY,
     replace(
-        _COHERE,
+        _COHERE_FAMILY,
         name="cohere2",
         architecture="Cohere2ForCausalLM",
-        models="Command R7B, Command A",
+        model_names="Command R7B, Command A",
         build_layers=_cohere2_layers,
-        defaults={**_COHERE.defaults, "sliding_window": 4096},
-        fixed_fields={},
+        defaults={**_COHERE_FAMILY.defaults, "sliding_window": 4096},
+        required_field_values={},
         gguf=GgufFormat(
             architectures=("cohere2",),
             read_extra_fields=lambda fields, config: _cohere_gguf_fields(fields, config) | sliding_window_gguf_fields(fields, config),
@@ -98,7 +98,7 @@ FAMILIES = (
     Family(
         name="starcoder2",
         architecture="Starcoder2ForCausalLM",
-        models="StarCoder2",
+        model_names="StarCoder2",
         build_layers=_starcoder2_layers,
         defaults={
             "max_position_embeddings": 4096,
@@ -116,7 +116,7 @@ FAMILIES = (
     Family(
         name="stablelm",
         architecture="StableLmForCausalLM",
-        models="StableLM 3B, StableLM 2 1.6B",
+        model_names="StableLM 3B, StableLM 2 1.6B",
         build_layers=_stablelm_layers,
         defaults={
             "max_position_embeddings": 4096,
@@ -126,7 +126,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             **special_ids(0, 0),
         },
-        fixed_fields={"qk_layernorm": False},
+        required_field_values={"qk_layernorm": False},
         has_partial_rope=True,
         field_aliases={"layer_norm_eps": "rms_norm_eps"},
         gguf=GgufFormat(architectures=("stablelm",), read_extra_fields=_stablelm_gguf_fields, norm_eps_key=_NORM_EPS_KEY),
@@ -134,7 +134,7 @@ FAMILIES = (
     Family(
         name="phi",
         architecture="PhiForCausalLM",
-        models="Phi-1, Phi-1.5, Phi-2",
+        model_names="Phi-1, Phi-1.5, Phi-2",
         build_layers=_phi_layers,
         defaults={
             "max_position_embeddings": 2048,
@@ -144,7 +144,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             **special_ids(1, 2),
         },
-        fixed_fields={"qk_layernorm": False, "tie_word_embeddings": False},  # with tied embeddings, lm_head would have no bias
+        required_field_values={"qk_layernorm": False, "tie_word_embeddings": False},  # with tied embeddings, lm_head would have no bias
         module_names={"final_norm": "model.final_layernorm", "o_proj": "self_attn.dense", "up_proj": "mlp.fc1", "down_proj": "mlp.fc2"},
         has_lm_head_bias=True,
         has_partial_rope=True,

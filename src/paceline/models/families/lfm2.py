@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.family import Family, GgufFormat, Layers, special_ids
-from paceline.models.families.hybrids import MAX_CONV_KERNEL_SIZE, MLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.families.hybrids import MAX_CONV_KERNEL_SIZE, AnyMLP, Mixer, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, DenseMLP, ExpertMLP, NormOrder, QKNorm, RouterScoring, ShortConvConfig
@@ -35,8 +35,8 @@ def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
     routing = replace(
         routing,
         scoring=RouterScoring.SIGMOID,
-        epsilon=1e-6 if routing.is_normalized else 0.0,
-        weight_factor=fields.number("routed_scaling_factor", 1.0),
+        weight_sum_epsilon=1e-6 if routing.has_normalized_weights else 0.0,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
         has_correction_bias=fields.flag("use_expert_bias", default=True),
     )
     experts = ExpertMLP(routing=routing, expert=builder.mlp(width_field="moe_intermediate_size"))
@@ -44,7 +44,7 @@ def _lfm2_moe_layers(builder: LayerBuilder) -> Layers:
     return _lfm2_layers(builder, [builder.mlp() if layer < num_dense else experts for layer in range(builder.num_layers)])
 
 
-def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+def _lfm2_layers(builder: LayerBuilder, mlps: Sequence[AnyMLP]) -> Layers:
     fields = builder.fields
     full = fields.values.get("full_attn_idxs")
     full = list(range(builder.num_layers)) if full is None else full
@@ -103,12 +103,12 @@ _GGUF_FORMAT = GgufFormat(
     read_extra_fields=_lfm2_gguf_fields,
     metadata_keys={"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
     module_names={"final_norm": "token_embd_norm"},
-    allows_zero_sizes=True,
+    allows_zero_layer_sizes=True,
 )
-_LFM2 = Family(
+_LFM2_FAMILY = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
-    models="LFM2, LFM2.5",
+    model_names="LFM2, LFM2.5",
     build_layers=lambda builder: _lfm2_layers(builder, [_mlp_with_adjusted_width(builder)] * builder.num_layers),
     defaults={
         "num_attention_heads": 32,
@@ -131,32 +131,32 @@ _LFM2 = Family(
         "final_norm": "model.embedding_norm",
     },
     recurrent_module="conv",
-    published_heads=("dspark",),
+    third_party_head_methods=("dspark",),
     field_aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
     gguf=_GGUF_FORMAT,
 )
 FAMILIES = (
-    _LFM2,
+    _LFM2_FAMILY,
     replace(
-        _LFM2,
+        _LFM2_FAMILY,
         name="lfm2_moe",
         architecture="Lfm2MoeForCausalLM",
-        models="LFM2-MoE",
+        model_names="LFM2-MoE",
         build_layers=_lfm2_moe_layers,
-        defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
+        defaults=dict(_LFM2_FAMILY.defaults, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, norm_topk_prob=True),
         mlp_module="feed_forward",
         mlp_tensors={"gate.weight": "gate.weight", "router.weight": "gate.weight", "expert_bias": "gate.e_score_correction_bias"},
         gguf=replace(_GGUF_FORMAT, architectures=("lfm2moe",)),
     ),
     replace(
-        _LFM2,
+        _LFM2_FAMILY,
         name="lfm3",
         architecture="Lfm3ForCausalLM",
-        models="LFM3",
-        published_heads=(),
+        model_names="LFM3",
+        third_party_head_methods=(),
         build_layers=_lfm3_layers,
         defaults={
-            **_LFM2.defaults,
+            **_LFM2_FAMILY.defaults,
             "num_attention_heads": 16,
             "num_key_value_heads": 4,
             "head_dim": 128,
@@ -169,10 +169,10 @@ FAMILIES = (
             **special_ids(124894, 124900),
         },
         has_local_rope=True,
-        needs_local_rope=True,
+        requires_local_rope_parameters=True,
         has_partial_rope=True,
         module_names={
-            **{name: stored for name, stored in _LFM2.module_names.items() if name not in ("q_norm", "k_norm", "o_proj")},
+            **{name: stored for name, stored in _LFM2_FAMILY.module_names.items() if name not in ("q_norm", "k_norm", "o_proj")},
             "attention_output_norm": "post_operator_norm",
             "mlp_output_norm": "post_ffn_norm",
             "attention_gate": "self_attn.gate_proj",

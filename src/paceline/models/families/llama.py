@@ -31,7 +31,7 @@ def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> di
 
 
 def _mixtral_layers(builder: LayerBuilder) -> Layers:
-    experts = ExpertMLP(routing=replace(builder.routing(), is_normalized=True), expert=builder.mlp())
+    experts = ExpertMLP(routing=replace(builder.routing(), has_normalized_weights=True), expert=builder.mlp())
     return builder.layers(builder.attention(), experts, is_sliding=[True] * builder.num_layers)
 
 
@@ -70,8 +70,8 @@ FAMILIES = (
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
-        published_heads=("medusa", "eagle", "eagle3", "dflash", "pard2"),
+        model_names="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi, MiniCPM5)",
+        third_party_head_methods=("medusa", "eagle", "eagle3", "dflash", "pard2"),
         build_layers=lambda builder: builder.layers(
             builder.attention(bias=builder.flag("attention_bias")), builder.mlp(bias=builder.flag("mlp_bias"))
         ),
@@ -81,7 +81,7 @@ FAMILIES = (
     Family(
         name="mistral",
         architecture="MistralForCausalLM",
-        models="Mistral 7B, Mistral Nemo, Mistral Small 3 (text)",
+        model_names="Mistral 7B, Mistral Nemo, Mistral Small 3 (text)",
         build_layers=_mistral_layers,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096, **special_ids(1, 2)},
         gguf_family="llama",
@@ -89,7 +89,7 @@ FAMILIES = (
     Family(
         name="ministral3",
         architecture="Ministral3ForCausalLM",
-        models="Ministral 3 (text)",
+        model_names="Ministral 3 (text)",
         build_layers=_ministral3_layers,
         defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
         has_temperature_tuning=True,
@@ -98,8 +98,8 @@ FAMILIES = (
     Family(
         name="mixtral",
         architecture="MixtralForCausalLM",
-        models="Mixtral",
-        published_heads=("eagle",),
+        model_names="Mixtral",
+        third_party_head_methods=("eagle",),
         build_layers=_mixtral_layers,
         defaults={
             "max_position_embeddings": 131072,
@@ -122,7 +122,7 @@ FAMILIES = (
     Family(
         name="phi3",
         architecture="Phi3ForCausalLM",
-        models="Phi-3, Phi-3.5, Phi-4-mini",
+        model_names="Phi-3, Phi-3.5, Phi-4-mini",
         build_layers=_mistral_layers,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **special_ids(1, 32000)},
         has_partial_rope=True,
@@ -133,7 +133,7 @@ FAMILIES = (
     Family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
-        models="SmolLM3",
+        model_names="SmolLM3",
         build_layers=_smollm3_layers,
         defaults={
             "max_position_embeddings": 32768,
@@ -147,7 +147,7 @@ FAMILIES = (
     Family(
         name="seed_oss",
         architecture="SeedOssForCausalLM",
-        models="Seed-OSS",
+        model_names="Seed-OSS",
         build_layers=_seed_oss_layers,
         defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **special_ids(0, 2)},
         gguf=GgufFormat(architectures=("seed_oss",), module_names={"mlp_norm": "post_attention_norm"}),
@@ -155,7 +155,7 @@ FAMILIES = (
     Family(
         name="arcee",
         architecture="ArceeForCausalLM",
-        models="Arcee AFM",
+        model_names="Arcee AFM",
         build_layers=lambda builder: builder.layers(builder.attention(bias=builder.flag("attention_bias")), builder.mlp(has_gate=False)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **special_ids(128000, 128001)},
         gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
@@ -163,20 +163,20 @@ FAMILIES = (
     Family(
         name="apertus",
         architecture="ApertusForCausalLM",
-        models="Apertus",
+        model_names="Apertus",
         build_layers=_apertus_layers,
         defaults={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, **special_ids(1, 2)},
-        fixed_fields={"post_norm": False, "qk_norm": True},
+        required_field_values={"post_norm": False, "qk_norm": True},
         module_names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
         gguf=GgufFormat(architectures=("apertus",), read_extra_fields=_apertus_gguf_fields),
     ),
     Family(
         name="hunyuan_v1_dense",
         architecture="HunYuanDenseV1ForCausalLM",
-        models="Hunyuan 0.5B to 7B (dense)",
+        model_names="Hunyuan 0.5B to 7B (dense)",
         build_layers=_hunyuan_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, **special_ids(1, 2)},
-        fixed_fields={"use_cla": False, "use_mla": False, "mlp_bias": False},
+        required_field_values={"use_cla": False, "use_mla": False, "mlp_bias": False},
         has_rope_alpha=True,
         module_names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
         gguf=GgufFormat(architectures=("hunyuan-dense",)),

@@ -26,7 +26,7 @@ def _muse_glimmer_layers(builder: LayerBuilder) -> Layers:
 def _layers_with_rope(builder: LayerBuilder) -> list[bool]:
     """Return for each layer whether it has rotary embeddings: those with base 0 in `layer_rope_theta` have none."""
     theta = builder.rope.theta
-    # other bases are refused: transformers would ignore them and use the base in rope_parameters
+    # a base that is neither 0 nor the one in rope_parameters is refused: transformers would ignore it and use the latter
     thetas = builder.layer_values("layer_rope_theta", lambda own: own in (0, theta), f"0 or the rope_theta {theta:g}")
     if thetas is None:
         return [(builder.num_layers - 1 - layer) % _FULL_ATTENTION_INTERVAL > 0 for layer in range(builder.num_layers)]
@@ -64,9 +64,9 @@ FAMILIES = (
     Family(
         name="muse_glimmer_text",
         architecture="MuseGlimmerForConditionalGeneration",
-        models="Muse Glimmer (text)",
+        model_names="Muse Glimmer (text)",
         bundled_drafters=("dflash",),
-        published_heads=("dflash2",),
+        third_party_head_methods=("dflash2",),
         build_layers=_muse_glimmer_layers,
         defaults={
             "max_position_embeddings": 131072,
@@ -80,7 +80,7 @@ FAMILIES = (
             "final_logit_softcapping": 20.0,
             **special_ids(200000, 200001),
         },
-        fixed_fields={"attention_bias": False},
+        required_field_values={"attention_bias": False},
         field_aliases={"output_multiplier": "lm_head_multiplier"},
         activation_field="hidden_activation",
         module_names={"attention_gate": "self_attn.gate_proj"},

@@ -98,7 +98,7 @@ FAMILIES = (
     Family(
         name="nemotron_h",
         architecture="NemotronHForCausalLM",
-        models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+        model_names="Nemotron-H, Nemotron Nano 2, Nemotron 3",
         build_layers=_nemotron_h_layers,
         defaults={
             "num_attention_heads": 32,
@@ -153,7 +153,7 @@ FAMILIES = (
             },
             module_names={"mlp_norm": "attn_norm"},
             has_rope=False,
-            allows_zero_sizes=True,
+            allows_zero_layer_sizes=True,
             norm_eps_key="attention.layer_norm_epsilon",
         ),
     ),

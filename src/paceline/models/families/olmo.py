@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from paceline.models.families.experts import experts_gguf_fields
 from paceline.models.families.family import Family, GgufFormat, Layers, sliding_window_gguf_fields
-from paceline.models.families.hybrids import SILU_ONLY, Mixer, delta_net_mixer, mixed_layers
+from paceline.models.families.hybrids import SILU_ACTIVATIONS, Mixer, delta_net_mixer, mixed_layers
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, ExpertMLP, GatedDeltaConfig, NormOrder, QKNorm, share_equal_layers
@@ -25,7 +25,7 @@ def _olmo_hybrid_layers(builder: LayerBuilder) -> Layers:
     mixers: dict[str, Mixer] = {"linear_attention": _delta_net_mixer(builder), "full_attention": attention}
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(builder.num_layers)]
     kinds[-1] = kinds[-1] if "full_attention" in kinds else "full_attention"
-    layers = mixed_layers(builder, mixers, [builder.mlp(activations=SILU_ONLY)] * builder.num_layers, default_types=kinds)
+    layers = mixed_layers(builder, mixers, [builder.mlp(activations=SILU_ACTIVATIONS)] * builder.num_layers, default_types=kinds)
     return share_equal_layers(
         replace(layer, norm_order=NormOrder.POST) if isinstance(layer.mixer, AttentionConfig) else layer for layer in layers
     )
@@ -41,7 +41,7 @@ def _delta_net_mixer(builder: LayerBuilder) -> GatedDeltaConfig:
     return replace(
         delta_net_mixer(fields),
         beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", default=True) else 1.0,
-        has_separate_projections=True,
+        has_separate_qkv_projections=True,
         norm_eps=1e-5,  # fixed: config.json's epsilon applies to all other norms
     )
 
@@ -55,7 +55,7 @@ FAMILIES = (
     Family(
         name="olmo2",
         architecture="Olmo2ForCausalLM",
-        models="OLMo 2",
+        model_names="OLMo 2",
         build_layers=_olmo2_layers,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         gguf=GgufFormat(architectures=("olmo2",), read_extra_fields=sliding_window_gguf_fields, has_untied_output=True),
@@ -63,7 +63,7 @@ FAMILIES = (
     Family(
         name="olmo3",
         architecture="Olmo3ForCausalLM",
-        models="OLMo 3",
+        model_names="OLMo 3",
         build_layers=lambda builder: _olmo2_layers(builder, builder.sliding_layers(4)),
         defaults={
             "max_position_embeddings": 2048,
@@ -74,7 +74,7 @@ FAMILIES = (
             "eos_token_id": 50279,
         },
         has_local_rope=True,
-        needs_local_rope=True,
+        requires_local_rope_parameters=True,
         gguf=GgufFormat(
             architectures=("olmo2",),
             matches=lambda fields: bool(fields.architecture_value("attention.sliding_window")),
@@ -88,7 +88,7 @@ FAMILIES = (
     Family(
         name="olmoe",
         architecture="OlmoeForCausalLM",
-        models="OLMoE",
+        model_names="OLMoE",
         build_layers=_olmoe_layers,
         defaults={
             "max_position_embeddings": 4096,
@@ -97,13 +97,13 @@ FAMILIES = (
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
-        fixed_fields={"clip_qkv": None},
+        required_field_values={"clip_qkv": None},
         gguf=GgufFormat(architectures=("olmoe",), read_extra_fields=experts_gguf_fields, has_untied_output=True),
     ),
     Family(
         name="olmo_hybrid",
         architecture="OlmoHybridForCausalLM",
-        models="Olmo Hybrid",
+        model_names="Olmo Hybrid",
         build_layers=_olmo_hybrid_layers,
         defaults={"max_position_embeddings": 65536, "num_attention_heads": 30, "linear_conv_kernel_dim": 4, "eos_token_id": 100257},
         module_aliases={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},

@@ -36,7 +36,7 @@ def _qwen2_moe_layers(builder: LayerBuilder) -> Layers:
         routing=builder.routing(),
         expert=builder.mlp(width_field="moe_intermediate_size"),
         shared_expert=builder.mlp(width_field="shared_expert_intermediate_size"),
-        has_shared_gate=True,
+        has_shared_expert_gate=True,
     )
     if builder.fields.values.get("layer_types") is not None:
         is_sliding = builder.sliding_layers()
@@ -61,13 +61,13 @@ def _qwen2_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dic
 
 
 _DENSE_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-_EXPERT_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_EXPERT_DEFAULT_FIELDS = {"max_position_embeddings": 32768, "sliding_window": 4096}
 FAMILIES = (
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        models="Qwen2, Qwen2.5",
-        published_heads=("eagle",),
+        model_names="Qwen2, Qwen2.5",
+        third_party_head_methods=("eagle",),
         build_layers=_qwen2_layers,
         defaults=_DENSE_DEFAULTS,
         gguf=GgufFormat(architectures=("qwen2",)),
@@ -75,8 +75,8 @@ FAMILIES = (
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        models="Qwen3",
-        published_heads=("eagle3", "dflash", "dspark", "pard2"),
+        model_names="Qwen3",
+        third_party_head_methods=("eagle3", "dflash", "dspark", "pard2"),
         build_layers=_qwen3_layers,
         defaults={**_DENSE_DEFAULTS, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),
@@ -84,7 +84,7 @@ FAMILIES = (
     Family(
         name="mimo",  # Qwen2 with an MTP module
         architecture="MiMoForCausalLM",
-        models="MiMo 7B",
+        model_names="MiMo 7B",
         bundled_drafters=("mtp",),
         build_layers=_qwen2_layers,
         defaults=_DENSE_DEFAULTS,
@@ -92,10 +92,10 @@ FAMILIES = (
     Family(
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
-        models="Qwen1.5-MoE, Qwen2-MoE",
+        model_names="Qwen1.5-MoE, Qwen2-MoE",
         build_layers=_qwen2_moe_layers,
         defaults={
-            **_EXPERT_DEFAULTS,
+            **_EXPERT_DEFAULT_FIELDS,
             "num_key_value_heads": 16,
             "num_experts": 60,
             "num_experts_per_tok": 4,
@@ -107,9 +107,9 @@ FAMILIES = (
     Family(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        models="Qwen3-MoE",
+        model_names="Qwen3-MoE",
         build_layers=_qwen3_moe_layers,
-        defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        defaults={**_EXPERT_DEFAULT_FIELDS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         gguf=GgufFormat(
             architectures=("qwen3moe",),
             read_extra_fields=lambda fields, config: fields.read_experts(width=config["intermediate_size"], is_normalized=True),

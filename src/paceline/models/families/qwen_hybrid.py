@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.models.families.experts import mlps_with_experts
 from paceline.models.families.family import Family, GgufFormat, Layers
-from paceline.models.families.hybrids import MLP, delta_net_mixer, gguf_layer_count, mixed_layers
+from paceline.models.families.hybrids import AnyMLP, delta_net_mixer, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionGate, ExpertMLP, QKNorm
@@ -16,17 +16,16 @@ _DEFAULT_FULL_ATTENTION_INTERVAL = 4  # every 4th layer has attention if a GGUF 
 
 def _qwen3_5_moe_layers(builder: LayerBuilder) -> Layers:
     experts = _experts_with_shared_gate(builder)
-    return _qwen_hybrid_layers(builder, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * builder.num_layers)
+    routing = replace(experts.routing, has_normalized_weights=True)
+    return _qwen_hybrid_layers(builder, [replace(experts, routing=routing)] * builder.num_layers)
 
 
 def _experts_with_shared_gate(builder: LayerBuilder) -> ExpertMLP:
-    shared = builder.mlp(width_field="shared_expert_intermediate_size")
-    return ExpertMLP(
-        routing=builder.routing(), expert=builder.mlp(width_field="moe_intermediate_size"), shared_expert=shared, has_shared_gate=True
-    )
+    expert, shared = builder.mlp(width_field="moe_intermediate_size"), builder.mlp(width_field="shared_expert_intermediate_size")
+    return ExpertMLP(routing=builder.routing(), expert=expert, shared_expert=shared, has_shared_expert_gate=True)
 
 
-def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+def _qwen_hybrid_layers(builder: LayerBuilder, mlps: Sequence[AnyMLP]) -> Layers:
     fields = builder.fields
     attention = builder.attention(bias=builder.flag("attention_bias"), qk_norm=QKNorm.HEAD, gate=AttentionGate.VALUE)
     interval = fields.integer("full_attention_interval", 4)
@@ -65,12 +64,12 @@ def _read_layer_types(fields: GgufFields, num_layers: int) -> list[str]:
     return ["linear_attention" if flag else "full_attention" for flag in is_recurrent[:num_layers]]
 
 
-_DEFAULTS = {
+_DEFAULT_FIELDS = {
     "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "num_attention_heads": 16,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
-_EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
+_EXPERT_DEFAULT_FIELDS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
 _GGUF_FORMAT = GgufFormat(
     architectures=("qwen35",),
     read_extra_fields=_qwen_hybrid_gguf_fields,
@@ -82,17 +81,17 @@ _GGUF_FORMAT = GgufFormat(
         "linear_conv_kernel_dim": "ssm.conv_kernel",
     },
     module_names={"mlp_norm": "post_attention_norm"},
-    has_tiled_value_heads=True,
+    interleaves_value_heads_of_key_heads=True,
 )
-_QWEN3_5 = Family(
+_QWEN3_5_FAMILY = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    models="Qwen3.5, Qwen3.6 (text)",
+    model_names="Qwen3.5, Qwen3.6 (text)",
     bundled_drafters=("mtp",),
-    published_heads=("dflash", "dflash2"),
+    third_party_head_methods=("dflash", "dflash2"),
     build_layers=lambda builder: _qwen_hybrid_layers(builder, [builder.mlp()] * builder.num_layers),
-    defaults={**_DEFAULTS, "num_key_value_heads": 4},
-    fixed_fields={"attn_output_gate": True},
+    defaults={**_DEFAULT_FIELDS, "num_key_value_heads": 4},
+    required_field_values={"attn_output_gate": True},
     has_partial_rope=True,
     has_norm_offset=True,
     recurrent_module="linear_attn",
@@ -100,22 +99,22 @@ _QWEN3_5 = Family(
 )
 FAMILIES = (
     replace(
-        _QWEN3_5,
+        _QWEN3_5_FAMILY,
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
-        models="Qwen3-Next, Qwen3-Coder-Next",
+        model_names="Qwen3-Next, Qwen3-Coder-Next",
         build_layers=lambda builder: _qwen_hybrid_layers(builder, mlps_with_experts(builder, _experts_with_shared_gate(builder))),
-        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
-        gguf=replace(_GGUF_FORMAT, architectures=("qwen3next",), has_tiled_value_heads=False),
+        defaults={**_DEFAULT_FIELDS, **_EXPERT_DEFAULT_FIELDS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        gguf=replace(_GGUF_FORMAT, architectures=("qwen3next",), interleaves_value_heads_of_key_heads=False),
     ),
-    _QWEN3_5,
+    _QWEN3_5_FAMILY,
     replace(
-        _QWEN3_5,
+        _QWEN3_5_FAMILY,
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
-        models="Qwen3.5-MoE, Qwen3.6-MoE (text)",
+        model_names="Qwen3.5-MoE, Qwen3.6-MoE (text)",
         build_layers=_qwen3_5_moe_layers,
-        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
+        defaults={**_DEFAULT_FIELDS, **_EXPERT_DEFAULT_FIELDS, "num_experts": 256, "num_experts_per_tok": 8},
         gguf=replace(_GGUF_FORMAT, architectures=("qwen35moe",)),
     ),
 )

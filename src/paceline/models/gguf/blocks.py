@@ -21,7 +21,7 @@ from paceline.models.grouped import (
     GroupedMatrix,
     SuperBlocks,
     convert_in_chunks,
-    half_scales,
+    halved_e8m0_scales,
     pack_nibbles,
     super_blocks_nbytes,
 )
@@ -298,7 +298,7 @@ def _read_iq4_xs_super_blocks(blocks: Bytes) -> SuperBlockArrays:
 
 
 def _read_mxfp4(blocks: Bytes) -> CodesScalesMinimums:
-    return blocks[:, 1:], half_scales(blocks[:, :1]), None
+    return blocks[:, 1:], halved_e8m0_scales(blocks[:, :1]), None
 
 
 _BLOCK_LAYOUTS: Mapping[str, _BlockLayout] = {

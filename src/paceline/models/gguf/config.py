@@ -161,7 +161,7 @@ class _ConfigReader(GgufFields):
 
     def decoder_fields(self) -> dict[str, Any]:
         """Return the config.json fields for the sizes of layers and their rotary embeddings."""
-        sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
+        sizes = {"allows_zero": self._format.allows_zero_layer_sizes, "allows_mixed": self._format.allows_different_layer_sizes}
         hidden_size, num_heads = self.count("embedding_length"), self.uniform_layer_size("attention.head_count", **sizes)
         head_size, max_positions = self._head_size(hidden_size, num_heads), self.count("context_length")
         expert_width = self.architecture_value("expert_feed_forward_length")

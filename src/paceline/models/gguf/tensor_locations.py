@@ -65,7 +65,7 @@ def tensor_locations(file: GgufFile, config: ModelConfig) -> dict[str, TensorLoc
     """Return by internal name where the tensors of recurrent mixers, gated or latent attention and fused matrices are stored."""
     locations: dict[str, TensorLocation] = {}
     family = FAMILIES[config.family]
-    has_reordered_value_heads = gguf_format(family).has_tiled_value_heads
+    has_reordered_value_heads = gguf_format(family).interleaves_value_heads_of_key_heads
     for index, layer in enumerate(config.layers):
         block, hidden = f"blk.{index}.", config.hidden_size
         in_layer = _fused_tensors(block, layer, family, hidden) | _fused_experts(file, block, layer.mlp, hidden)

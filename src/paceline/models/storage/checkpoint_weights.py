@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, name_list
 from paceline.models.config import FLOAT_TYPES, ModelConfig, WeightType
-from paceline.models.containers.module import StoredWeight
-from paceline.models.containers.small_floats import read_e2m1
 from paceline.models.families.table import FAMILIES
-from paceline.models.grouped import RUN_COLUMNS, half_scales
+from paceline.models.grouped import RUN_COLUMNS, halved_e8m0_scales
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.quantized_formats.module import StoredWeight
+from paceline.models.quantized_formats.small_floats import read_e2m1
 from paceline.models.storage.fused_matrices import (
     RowsByMatrix,
     RowSelection,
@@ -75,9 +75,9 @@ class CheckpointWeights(LazyWeights):
         self._computed = {**computed.tensors, **matrices}
         super().__init__(tensor_shapes(config), lambda name: self._computed[name].compute() if name in self._computed else plain[name])
         self.bundled_head, self.has_encoders, self.packed_matrices = stored.bundled_head, stored.has_encoders, packed
-        if stored.container is not None:
-            self.container = stored.container.name
-            self.notices = (*stored.container.notices, *dequantized_notice(packed.values(), config.weight_type))
+        if stored.quantized_format is not None:
+            self.quantized_format = stored.quantized_format.name
+            self.notices = (*stored.quantized_format.notices, *dequantized_notice(packed.values(), config.weight_type))
 
     def tensor_info(self, name: str) -> TensorInfo:
         return self._computed[name].info if name in self._computed else super().tensor_info(name)
@@ -221,9 +221,9 @@ class _ComputedTensors:
     def _add_convolution(self, name_prefix: str, stored_prefix: str, mixer: Recurrent) -> None:
         """Add the weights of a convolution, stored in one tensor or several. Some families multiply channels by factors."""
         tensors, scales = self._pop_convolutions(stored_prefix, mixer), None
-        if isinstance(mixer, Mamba2Config) and mixer.conv_scales != (1.0, 1.0, 1.0):
+        if isinstance(mixer, Mamba2Config) and mixer.xbc_conv_scales != (1.0, 1.0, 1.0):
             sizes = mixer.state_shape.value_width, mixer.state_shape.key_width, mixer.state_shape.key_width
-            scales = np.repeat(np.array(mixer.conv_scales, np.float32), sizes)
+            scales = np.repeat(np.array(mixer.xbc_conv_scales, np.float32), sizes)
         name, shape = name_prefix + "conv.weight", (mixer.channels, mixer.kernel_size)
         arrays = tuple(tensor.array for tensor in tensors)
         if len(tensors) == 1 and scales is None:
@@ -237,7 +237,7 @@ class _ComputedTensors:
         The stored sizes of the three are not checked, only their sum: transformers divides the channels into three equal parts on saving.
         """
         sizes = {"conv" if isinstance(mixer, ShortConvConfig) else "conv1d": mixer.channels}
-        if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_projections:
+        if isinstance(mixer, GatedDeltaConfig) and mixer.has_separate_qkv_projections:
             sizes = dict.fromkeys(("q_conv1d", "k_conv1d"), mixer.state_shape.key_width) | {"v_conv1d": mixer.state_shape.value_width}
         tensors = self._stored.tensors
         stored = [tensors[name] for part in sizes if (name := f"{stored_prefix}{part}.weight") in tensors]
@@ -311,7 +311,7 @@ def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: 
                     tensors[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
                 elif blocks is not None and exponents is not None:
                     pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
-                    matrix = read_e2m1(stored_name, pairs, exponents[expert, part_rows], half_scales)
+                    matrix = read_e2m1(stored_name, pairs, exponents[expert, part_rows], halved_e8m0_scales)
                     tensors[f"{name}.weight"] = lazy_matrix(matrix, bias.weight_type)
     return tensors
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
-from paceline.models.containers.module import StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
+from paceline.models.quantized_formats.module import StoredWeight
 from paceline.models.storage.safetensors_file import StoredTensor
 
 _EXPERT_TENSOR_NAME_PATTERN = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")

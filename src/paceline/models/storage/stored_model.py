@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
-from paceline.models.containers.module import Container, StoredWeight
-from paceline.models.containers.table import find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
+from paceline.models.quantized_formats.module import QuantizedFormat, StoredWeight
+from paceline.models.quantized_formats.table import find_quantized_format, group_packed_tensors
 from paceline.models.storage.mapped_files import map_file
 from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, read_header
 from paceline.small_files import read_json
@@ -35,7 +35,7 @@ class StoredModel:
         tensors: tensors of the language model that are not read yet, by name without the prefix of a multimodal model.
         files: mapped files, by path.
         bundled_head, has_encoders: as in `Weights`.
-        container: format of packed matrices; None = the checkpoint has none.
+        quantized_format: format of packed matrices; None = the checkpoint has none.
     """
 
     directory: Path
@@ -43,7 +43,7 @@ class StoredModel:
     files: dict[Path, NDArray[np.uint8]]
     bundled_head: str | None
     has_encoders: bool
-    container: Container | None = None
+    quantized_format: QuantizedFormat | None = None
 
     def pop_tensor(self, name: str) -> StoredTensor:
         """Remove a tensor from `tensors` and return it.
@@ -78,9 +78,9 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     bundled_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
     files = {path: map_file(path) for path in {tensor.path for tensor in model.values()}}
     path = directory / "config.json"
-    container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
-    tensors: dict[str, StoredWeight] = dict(model) if container is None else group_packed_tensors(model, files, container)
-    return StoredModel(directory, tensors, files, bundled_head, len(language_model) < len(stored), container)
+    quantized_format = find_quantized_format(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
+    tensors: dict[str, StoredWeight] = dict(model) if quantized_format is None else group_packed_tensors(model, files, quantized_format)
+    return StoredModel(directory, tensors, files, bundled_head, len(language_model) < len(stored), quantized_format)
 
 
 def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -16,9 +16,9 @@ from paceline.errors import is_interrupt
 from paceline.machine import available_memory_bytes
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.models.config import WeightType
-from paceline.models.containers.table import find_container
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
+from paceline.models.quantized_formats.table import find_quantized_format
 from paceline.models.tensor_names import tensor_shapes
 from paceline.proof.exactness.compare import finite
 from paceline.proof.exactness.engine_under_test import EngineUnderTest, RowRecorder, max_abs_difference
@@ -96,9 +96,9 @@ def _quantised_as(directory: Path) -> str | None:
     """Return the quantisation of a checkpoint's matrices; None = they are not quantised."""
     path, family = directory / "config.json", FAMILIES[read_model_config(directory).family]
     values = text_model_fields(read_json(path) or {})
-    container = find_container(values, path, family)
-    if container is not None:
-        return container.name
+    quantized_format = find_quantized_format(values, path, family)
+    if quantized_format is not None:
+        return quantized_format.name
     return "MXFP4" if family.has_mxfp4_experts and values.get("quantization_config") else None
 
 

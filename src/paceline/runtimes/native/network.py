@@ -116,7 +116,7 @@ class NativeNetwork(Network):
         if self.config.recurrent_layers:
             layout = StateLayout.for_layers(self.config.recurrent_layers)
             states = RecurrentStateCache(
-                layout.state_size, layout.record_size, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
+                layout.num_state_values, layout.num_record_values, BLOCK_SIZE, aligned_zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
         caches = self._allocate_kv(num_blocks, limits, states, by_window=self.has_window_eviction)
         return KVCache(caches if states is None else [*caches, states], num_blocks)

@@ -209,13 +209,17 @@ def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: 
         panel_bytes = kernels().paceline_super_block_bytes(columns, scale_columns, kind)
         zero_point = _UNSIGNED_ZERO_POINTS.get(code_bits, matrix.zero_point)
     else:
-        kind = _KINDS_FLOAT32_SCALES[matrix.bits, matrix.minimums is not None] if matrix.table is None else MatrixKind.PANELS_4_BITS_TABLE
+        kind = (
+            _KINDS_FLOAT32_SCALES[matrix.bits, matrix.minimums is not None]
+            if matrix.code_values is None
+            else MatrixKind.PANELS_4_BITS_TABLE
+        )
         kind, scale_columns = _KINDS_FLOAT16_SCALES[kind] if kind in _KINDS_FLOAT16_SCALES and has_float16 else kind, 0
         panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group_size, kind)
         zero_point = matrix.zero_point + _sign_bit_mask(matrix)
-    zero_point = zero_point if matrix.table is None else -int(matrix.table.min())
+    zero_point = zero_point if matrix.code_values is None else -int(matrix.code_values.min())
     data = (aligned_empty if arena is None else arena.allocate)((-(-outputs // PANEL_OUTPUTS), panel_bytes), np.uint8)
-    return PackedWeights(kind, data, outputs, columns, matrix.group_size, zero_point, matrix.table, scale_columns)
+    return PackedWeights(kind, data, outputs, columns, matrix.group_size, zero_point, matrix.code_values, scale_columns)
 
 
 def _sign_bit_mask(matrix: GroupedMatrix) -> int:

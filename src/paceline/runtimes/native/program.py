@@ -238,17 +238,17 @@ class NativeOps:
 
     def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Operation:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
-        kv_layer = layer if attention.kv_layer is None else attention.kv_layer
+        kv_source_layer = layer if attention.kv_source_layer is None else attention.kv_source_layer
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=kv_layer, block_table_set=self._cache_config.block_table_index(kv_layer), window=attention.window or 0,
+            layer=kv_source_layer, block_table_set=self._cache_config.block_table_index(kv_source_layer), window=attention.window or 0,
             is_causal=attention.is_causal, latent_size=attention.latent_size, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector_address(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         if isinstance(activation, ClampedSwiGLU):
-            return self._record_gate(gate, up, _CLAMPED_SWIGLU, slope=activation.slope, limit=activation.limit)
+            return self._record_gate(gate, up, _CLAMPED_SWIGLU, slope=activation.sigmoid_slope, limit=activation.limit)
         return self._record_gate(gate, up, _ACTIVATIONS[activation])
 
     def activated(self, x: Value, activation: Activation) -> Value:
@@ -359,8 +359,9 @@ class NativeOps:
         operation = RouteOperation(
             x=logits.index, num_experts=routing.num_experts, experts_per_row=routing.num_experts_per_token,
             scoring=(RouterScoring.SOFTMAX, RouterScoring.SIGMOID).index(routing.scoring),
-            groups=routing.num_groups, chosen_groups=routing.num_selected_groups, scores_per_group=routing.scores_per_group, scales=scales,
-            is_normalized=routing.is_normalized, epsilon=routing.epsilon, factor=routing.weight_factor, correction=correction,
+            groups=routing.num_expert_groups, chosen_groups=routing.num_selected_groups, scores_per_group=routing.top_scores_per_group,
+            is_normalized=routing.has_normalized_weights, epsilon=routing.weight_sum_epsilon, factor=routing.routed_scaling_factor,
+            correction=correction, scales=scales,
         )  # fmt: skip
         return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 

@@ -119,7 +119,7 @@ class NativeWeights:
         zero_point, codes = matrix.zero_point, matrix.codes
         if matrix.bits == 4:
             unpacked = unpack_nibbles(codes.view(np.uint8))
-            codes = unpacked if matrix.table is None else matrix.table[unpacked]
+            codes = unpacked if matrix.code_values is None else matrix.code_values[unpacked]
         if codes.dtype == np.int8:
             codes, zero_point = codes.view(np.uint8) ^ np.uint8(128), zero_point + 128
         kind = MatrixKind.U8 if matrix.minimums is None else MatrixKind.U8_MINIMUM

@@ -115,7 +115,7 @@ class TorchNetwork(Network):
                 raise MemoryError(str(error)) from error
 
         if layout.layers:
-            self._shared.states = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints)
+            self._shared.states = RecurrentStateCache(layout.num_state_values, layout.num_record_values, BLOCK_SIZE, zeros, checkpoints)
             layer_caches.append(self._shared.states)
         return KVCache(layer_caches, num_blocks)
 

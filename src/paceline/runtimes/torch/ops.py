@@ -138,7 +138,7 @@ class TorchOps:
         heads, unrotated = _split_heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
         rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, unrotated), dim=-1).flatten(-2)
-        if rope.temperature == 0.0:
+        if rope.attention_temperature_scale == 0.0:
             return rotated
         if rope not in self._scales:
             self._scales[rope] = torch.from_numpy(query_scales(rope, self._batch.positions)).to(x)[:, None]
@@ -147,10 +147,13 @@ class TorchOps:
     def attention(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None, attention: AttentionConfig, layer: int
     ) -> torch.Tensor:
-        kv_layer = layer if attention.kv_layer is None else attention.kv_layer
-        keys, values = self._kv_storage[2 * kv_layer], self._kv_storage[2 * kv_layer + 1][..., : attention.latent_size or None]
+        kv_source_layer = layer if attention.kv_source_layer is None else attention.kv_source_layer
+        keys, values = (
+            self._kv_storage[2 * kv_source_layer],
+            self._kv_storage[2 * kv_source_layer + 1][..., : attention.latent_size or None],
+        )
         if kv is not None:
-            self.store_kv(*kv, attention, kv_layer)
+            self.store_kv(*kv, attention, kv_source_layer)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
         return self._attention(_split_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
@@ -189,7 +192,7 @@ class TorchOps:
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
         if isinstance(activation, ClampedSwiGLU):
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-            return (up + 1) * gate * torch.sigmoid(gate * activation.slope)
+            return (up + 1) * gate * torch.sigmoid(gate * activation.sigmoid_slope)
         return _ACTIVATIONS[activation](gate).repeat_interleave(up.shape[-1] // gate.shape[-1], dim=-1) * up
 
     def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -277,21 +280,21 @@ def _choose_experts(
     """
     scores = logits.float().softmax(dim=-1) if routing.scoring is RouterScoring.SOFTMAX else logits.float().sigmoid()
     selection_scores = scores if correction is None else scores + correction
-    if routing.num_groups > 1:
+    if routing.num_expert_groups > 1:
         selection_scores = _mask_other_groups(selection_scores, routing)
     order = selection_scores.sort(dim=-1, descending=True, stable=True).indices  # if scores are equal, the lower index is first
     experts = order[:, : routing.num_experts_per_token]
     weights = scores.gather(1, experts)
-    if routing.is_normalized:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
-    weights = weights * routing.weight_factor
+    if routing.has_normalized_weights:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.weight_sum_epsilon)
+    weights = weights * routing.routed_scaling_factor
     return experts, weights if scales is None else weights * scales[experts]
 
 
 def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
     """Return scores with -inf outside the best groups, which have the largest sums of their `scores_per_group` largest scores."""
-    groups = selection_scores.reshape(len(selection_scores), routing.num_groups, -1)
-    sums = groups.topk(min(routing.scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
+    groups = selection_scores.reshape(len(selection_scores), routing.num_expert_groups, -1)
+    sums = groups.topk(min(routing.top_scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_selected_groups]
     is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
     masked: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)

@@ -137,7 +137,7 @@ class _Convolution:
         return inputs[1:]
 
     def _view_state(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored[self._layout.conv_offset : self._layout.conv_offset + self._layout.conv_size]
+        return stored[self._layout.conv_offset : self._layout.conv_offset + self._layout.num_conv_values]
 
     def _view_input(self, record: torch.Tensor) -> torch.Tensor:
         return record[self._layout.record_offset : self._layout.record_offset + self._layout.mixer.channels]
@@ -201,7 +201,7 @@ class _Matrices:
     def _view_state(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the matrices in `stored` as a view [heads, blocks, rows, columns of a block]."""
         layout = self._layout
-        matrices = stored[layout.matrices_offset : layout.matrices_offset + layout.matrices_size]
+        matrices = stored[layout.matrices_offset : layout.matrices_offset + layout.num_matrix_values]
         return matrices.view(self._sizes.num_heads, layout.num_blocks, self._sizes.rows, layout.block_columns)
 
     def _view_fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

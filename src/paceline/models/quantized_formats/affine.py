@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN_COLUMNS, GroupedMatrix, pack_nibbles, pack_pairs_in_runs
+from paceline.models.quantized_formats.module import PackedModule
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 _KERNEL_GROUP_SIZES = (128, 64, 32, 16)
-_LOW_MANTISSA_BITS = np.uint32(0x1FF)  # mantissa bits that must be 0, so that `scale * code` and sums of it are exact in float32
+_LOW_MANTISSA_MASK = np.uint32(0x1FF)  # mantissa bits that must be 0, so that products `scale * code` and their sums are exact in float32
 
 Bytes = NDArray[np.uint8]
 
@@ -41,24 +41,25 @@ class AffineMatrix:
     """A matrix of integer codes in a checkpoint. Its values are read only when `read_rows` is called.
 
     Attributes:
-        where, shape, arrays: as in `PackedMatrix`: file and tensor name for errors, [rows, columns], stored arrays.
+        error_location: file and tensor name, for errors.
+        shape, arrays: [rows, columns], and the stored arrays.
         bits: number of bits of a stored code.
         group_size: number of columns that share a scale.
         zero_point: common zero point of all groups; None = each group has its own zero point or minimum.
         has_minimums: groups have minimums instead of zero points.
-        has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
+        has_15_bit_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
         column_groups: [K] group index of each column (GPTQ's g_idx); None = groups are consecutive columns.
         read_rows: function that returns the rows with the given indices.
     """
 
-    where: str
+    error_location: str
     shape: tuple[int, int]
     arrays: tuple[NDArray[Any], ...]
     bits: int
     group_size: int
     zero_point: int | None = None
     has_minimums: bool = False
-    has_short_scales: bool = True
+    has_15_bit_scales: bool = True
     column_groups: NDArray[np.int64] | None = None
     read_rows: Callable[[RowSelection], AffineRows]
 
@@ -67,9 +68,9 @@ class AffineMatrix:
         columns, kernel_group_size = self.shape[1], self._kernel_group_size()
         arrays = (*self.arrays, np.array([[self.bits, self.group_size, -1 if self.zero_point is None else self.zero_point]]))
         memory_bits = 4 if self.bits <= 4 and columns % RUN_COLUMNS == 0 else 8
-        subtracts_zeros = self.zero_point is None and not self.has_minimums and not self.has_short_scales
+        subtracts_zeros = self.zero_point is None and not self.has_minimums and not self.has_15_bit_scales
         if kernel_group_size is None or (subtracts_zeros and self.bits > 4):
-            return PackedMatrix(self.where, self.shape, None, 0, arrays, self._dequantize)
+            return PackedMatrix(self.error_location, self.shape, None, 0, arrays, self._dequantize)
         has_minimums = self.zero_point is None and not subtracts_zeros
         memory_bits = 8 if subtracts_zeros else memory_bits
         row_bytes = columns * memory_bits // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
@@ -77,7 +78,7 @@ class AffineMatrix:
         def read_rows(rows: RowSelection) -> GroupedMatrix:
             return self._to_grouped_matrix(self.read_rows(rows), kernel_group_size, memory_bits, subtracts_zeros=subtracts_zeros)
 
-        return PackedMatrix(self.where, self.shape, memory_bits, row_bytes, arrays, read_rows)
+        return PackedMatrix(self.error_location, self.shape, memory_bits, row_bytes, arrays, read_rows)
 
     def _kernel_group_size(self) -> int | None:
         """Return the largest group size of the kernels that divides `group_size`; None = there is none, so floats are used."""
@@ -118,11 +119,11 @@ class AffineMatrix:
 
 def has_short_mantissas(scales: NDArray[Any]) -> bool:
     """Return whether scales have at most 15 significant bits, so that `-scale * zero point` is exact in float32."""
-    return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _LOW_MANTISSA_BITS).any()
+    return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _LOW_MANTISSA_MASK).any()
 
 
 def unpack_codes(packed_codes: Bytes, bits: int, count: int) -> Bytes:
-    """Unpack `count` codes of `bits` bits from each row of bytes, lowest bits first. A code may lie in two neighbouring bytes."""
+    """Unpack `count` codes of `bits` bits from each row of bytes, lowest bits first. A code may be in two adjacent bytes."""
     if bits == 8:
         return np.ascontiguousarray(packed_codes[:, :count])
     codes_per_cycle = 8 // math.gcd(8, bits)  # the smallest number of codes that fills whole bytes
@@ -143,7 +144,6 @@ def unpack_codes(packed_codes: Bytes, bits: int, count: int) -> Bytes:
 
 
 def words_as_bytes(words: NDArray[np.uint32]) -> Bytes:
-    """Return rows of 32-bit words as rows of bytes."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 

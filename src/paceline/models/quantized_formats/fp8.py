@@ -3,17 +3,17 @@
 from functools import partial
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.module import Container
-from paceline.models.containers.settings import read_choice
-from paceline.models.containers.small_floats import read_e4m3
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.module import QuantizedFormat
+from paceline.models.quantized_formats.settings import read_choice
+from paceline.models.quantized_formats.small_floats import read_e4m3
 
-ACTIVATION_NOTICE = "activations are not rounded to 8-bit floats, unlike in FP8 kernels"
+ACTIVATIONS_NOT_ROUNDED_NOTICE = "activations are not rounded to 8-bit floats, unlike in FP8 kernels"
 _IGNORED_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
-def fp8_container(fields: JsonFields) -> Container:
-    """Return the container of an `fp8` quantization_config: scales for blocks as in DeepSeek-V3, or one for the matrix.
+def fp8_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format of an `fp8` quantization_config: weights with a scale for each block, as in DeepSeek-V3, or for each matrix.
 
     Raises:
         CheckpointError: The block size or the format is not supported.
@@ -22,13 +22,13 @@ def fp8_container(fields: JsonFields) -> Container:
     block_shape = read_block_shape(fields, "weight_block_size")
     name = "FP8" if block_shape is None else f"FP8, blocks of {block_shape[0]} x {block_shape[1]}"
     read = partial(read_e4m3, scale_name="weight_scale_inv", block_shape=block_shape)
-    return Container(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
+    return QuantizedFormat(name, (".weight_scale_inv",), read, _IGNORED_SUFFIXES, (ACTIVATIONS_NOT_ROUNDED_NOTICE,))
 
 
-def fbgemm_fp8_container(_fields: JsonFields) -> Container:
-    """Return the container of an `fbgemm_fp8` quantization_config: one scale for each row."""
+def fbgemm_fp8_format(_fields: JsonFields) -> QuantizedFormat:
+    """Return the format of an `fbgemm_fp8` quantization_config: weights with one scale for each row."""
     read = partial(read_e4m3, scale_name="weight_scale")
-    return Container("FP8 of FBGEMM", (".weight_scale",), read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,))
+    return QuantizedFormat("FP8 of FBGEMM", (".weight_scale",), read, _IGNORED_SUFFIXES, (ACTIVATIONS_NOT_ROUNDED_NOTICE,))
 
 
 def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:

@@ -6,28 +6,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
-from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import read_choice, read_group_size
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat
+from paceline.models.quantized_formats.settings import read_choice, read_group_size
 from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _SUPPORTED_BITS = (2, 4, 8)  # 3-bit codes are not supported: they would cross word boundaries
 
 
-def gptq_container(fields: JsonFields) -> Container:
-    """Return the container of a GPTQ `quantization_config`.
+def gptq_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format that a GPTQ `quantization_config` describes.
 
     Raises:
         CheckpointError: The bits, the group size or the packing is not supported.
     """
     key = "checkpoint_format" if "checkpoint_format" in fields.values else "format"
     is_gptq_v2 = read_choice(fields, key, ("gptq", "gptq_v2"), default="gptq") == "gptq_v2"
-    return gptq_layout_container(fields, "GPTQ", is_gptq_v2=is_gptq_v2)
+    return gptq_layout_format(fields, "GPTQ", is_gptq_v2=is_gptq_v2)
 
 
-def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) -> Container:
-    """Return the container of codes packed as in GPTQ.
+def gptq_layout_format(fields: JsonFields, tool: str, *, is_gptq_v2: bool) -> QuantizedFormat:
+    """Return the format of codes packed as in GPTQ.
 
     Args:
         tool: name of the tool that wrote the file.
@@ -42,13 +42,13 @@ def gptq_layout_container(fields: JsonFields, tool: str, *, is_gptq_v2: bool) ->
         is_symmetric=fields.flag("sym", default=True),
         has_module_overrides=bool(fields.values.get("dynamic") or fields.values.get("extra_config")),
     )
-    return Container(f"{tool}, {bits} bits", (".qweight",), read)
+    return QuantizedFormat(f"{tool}, {bits} bits", (".qweight",), read)
 
 
 def _read_matrix(
     module: PackedModule, *, bits: int, group_size: int, is_gptq_v2: bool, is_symmetric: bool, has_module_overrides: bool
 ) -> PackedMatrix:
-    """Read a matrix. With `has_module_overrides`, its bits and group size follow from its shapes instead of config.json."""
+    """Read a matrix. With `has_module_overrides`, bits and group size follow from its tensors' shapes instead of config.json."""
     where = module.describe_tensor("qweight")
     codes, zeros = module.read_tensor("qweight", "I32", "U32"), module.read_tensor("qzeros", "I32", "U32")
     scales = module.read_floats("scales")
@@ -83,13 +83,13 @@ def _read_matrix(
     column_groups = read_column_groups(module, "g_idx", columns, group_size, len(scales))
     arrays = (codes, zeros, scales, np.array([[offset]]), *(() if column_groups is None else (column_groups[None],)))
     return AffineMatrix(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, zero_point=zero_point,
-        has_short_scales=has_short_mantissas(scales), column_groups=column_groups, read_rows=read_rows,
+        error_location=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, zero_point=zero_point,
+        has_15_bit_scales=has_short_mantissas(scales), column_groups=column_groups, read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
 
 def _has_unchanged_zero_points(zeros: NDArray[np.uint32], bits: int, *, is_gptq_v2: bool, is_symmetric: bool) -> bool:
-    """Return whether zero points are stored unchanged, not minus 1. Symmetric files may name the wrong format, which their values show."""
+    """Return whether zero points are stored as is, not minus 1. With symmetric quantisation, their values show if the setting is wrong."""
     middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # a 32-bit word of zero points 2^(bits - 1)
     ones = sum(1 << shift for shift in range(0, 32, bits))
     if is_symmetric and zeros.size and (zeros == (middle - ones if is_gptq_v2 else middle)).all():

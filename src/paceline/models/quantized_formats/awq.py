@@ -6,19 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import AffineMatrix, AffineRows, has_short_mantissas
-from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import read_choice, read_group_size
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.affine import AffineMatrix, AffineRows, has_short_mantissas
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat
+from paceline.models.quantized_formats.settings import read_choice, read_group_size
 from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _OUTPUTS_PER_WORD = 8
-_NIBBLE_OF_OUTPUT = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""For each of a word's eight outputs the index of the four bits that hold its code."""
+_NIBBLE_INDEX_OF_OUTPUT = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""For each of the eight outputs in a 32-bit word, the index of the 4-bit field with its code. Field 0 is the lowest."""
 
 
-def awq_container(fields: JsonFields) -> Container:
-    """Return the container of an AWQ `quantization_config`. Old files name the settings `w_bit` and `q_group_size`.
+def awq_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format that an AWQ `quantization_config` describes. Old files name the settings `w_bit` and `q_group_size`.
 
     Raises:
         CheckpointError: The bits, the group size or the layout is not supported.
@@ -29,13 +29,13 @@ def awq_container(fields: JsonFields) -> Container:
     if isinstance(fields.values.get(key), str):  # some files have the version in capitals
         fields = JsonFields({**fields.values, key: fields.values[key].lower()}, fields.path)
     read_choice(fields, key, ("gemm",), default="gemm")
-    return awq_layout_container(fields, "AWQ")
+    return awq_layout_format(fields, "AWQ")
 
 
-def awq_layout_container(fields: JsonFields, tool: str) -> Container:
-    """Return the container of codes packed as in AWQ. `tool` is the name of the tool that wrote the file."""
+def awq_layout_format(fields: JsonFields, tool: str) -> QuantizedFormat:
+    """Return the format of codes packed as in AWQ. `tool` is the name of the tool that wrote the file."""
     bits, group_size = read_choice(fields, "bits", (4,), default=4), read_group_size(fields)
-    return Container(f"{tool}, {bits} bits", (".qweight",), partial(_read_matrix, group_size=group_size))
+    return QuantizedFormat(f"{tool}, {bits} bits", (".qweight",), partial(_read_matrix, group_size=group_size))
 
 
 def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
@@ -57,27 +57,27 @@ def _read_matrix(module: PackedModule, *, group_size: int) -> PackedMatrix:
     def read_rows(rows: RowSelection) -> AffineRows:
         numbers = np.arange(outputs)[rows]
         word_indices, positions = numbers // _OUTPUTS_PER_WORD, numbers % _OUTPUTS_PER_WORD
-        shifts = (4 * _NIBBLE_OF_OUTPUT[positions]).astype(np.uint32)
+        shifts = (4 * _NIBBLE_INDEX_OF_OUTPUT[positions]).astype(np.uint32)
         row_zeros = (zeros[:, word_indices] >> shifts & np.uint32(15)).astype(np.int32)
         row_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
         return AffineRows(_repack_column_pairs(codes, word_indices, positions), row_scales, np.ascontiguousarray(row_zeros.T))
 
     return AffineMatrix(
-        where=where, shape=(outputs, columns), arrays=(codes, zeros, scales), bits=4, group_size=group_size, zero_point=zero_point,
-        has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
+        error_location=where, shape=(outputs, columns), arrays=(codes, zeros, scales), bits=4, group_size=group_size, zero_point=zero_point,
+        has_15_bit_scales=has_short_mantissas(scales), read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
 
 def _repack_column_pairs(codes: NDArray[np.uint32], word_indices: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the codes of outputs, two columns in a byte. Output i is at positions[i], 0 to 7, in the words word_indices[i]."""
+    """Return the codes of outputs, two columns to a byte. Output i is number positions[i] (0 to 7) of words codes[:, word_indices[i]]."""
     used_words, inverse = np.unique(word_indices, return_inverse=True)
     is_range = len(used_words) == used_words[-1] - used_words[0] + 1
     used = codes[:, used_words[0] : used_words[-1] + 1] if is_range else codes[:, used_words]
     used = np.ascontiguousarray(np.pad(used, ((0, len(used) % 2), (0, 0))).T if len(used) % 2 else used.T)
-    first, second = used.view(np.uint8).reshape(len(used_words), -1, 2, 4).transpose(2, 3, 0, 1)  # even, odd columns: [byte, word, column]
-    pairs = np.empty((len(used_words), _OUTPUTS_PER_WORD, first.shape[2]), np.uint8)
-    for output, nibble in enumerate(_NIBBLE_OF_OUTPUT.tolist()):
-        low, high = first[nibble // 2], second[nibble // 2]
+    even, odd = used.view(np.uint8).reshape(len(used_words), -1, 2, 4).transpose(2, 3, 0, 1)  # columns, each [byte, word, pair of columns]
+    pairs = np.empty((len(used_words), _OUTPUTS_PER_WORD, even.shape[2]), np.uint8)
+    for output, nibble in enumerate(_NIBBLE_INDEX_OF_OUTPUT.tolist()):
+        low, high = even[nibble // 2], odd[nibble // 2]
         pairs[:, output] = low >> np.uint8(4) | high & np.uint8(240) if nibble % 2 else low & np.uint8(15) | high << np.uint8(4)
     is_whole = len(positions) == len(used_words) * _OUTPUTS_PER_WORD and (np.diff(positions) != 0).all() and positions[0] == 0 and is_range
     found = pairs.reshape(-1, pairs.shape[2])

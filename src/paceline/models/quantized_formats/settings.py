@@ -6,7 +6,7 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
-_NON_NULL_SETTING = "bits"  # null is refused instead of replaced by the default: with a wrong number of bits every code would be misread
+_SETTING_WITHOUT_NULL = "bits"  # null is refused, not replaced by the default: with a wrong number of bits every code would be misread
 
 
 def read_choice(fields: JsonFields, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
@@ -16,7 +16,7 @@ def read_choice(fields: JsonFields, name: str, allowed: tuple[Any, ...], *, defa
         CheckpointError: The value is not one of `allowed`.
     """
     value = fields.values.get(name)
-    value = default if value is None and (name != _NON_NULL_SETTING or name not in fields.values) else value
+    value = default if value is None and (name != _SETTING_WITHOUT_NULL or name not in fields.values) else value
     if not any(type(value) is type(one) and value == one for one in allowed):
         expected = ", ".join(map(repr, allowed))
         raise CheckpointError(f"{fields.path}: {name} = {shortened(value)} of the quantisation is not supported, only {expected}")
@@ -33,10 +33,10 @@ def read_group_size(fields: JsonFields) -> int:
 
 
 def refuse_settings(fields: JsonFields, *names: str) -> None:
-    """Refuse unsupported settings, which would change the computation.
+    """Check that unsupported settings, which would change the computation, are absent, null, false, 0 or empty.
 
     Raises:
-        CheckpointError: One of the settings `names` has a value that is not empty.
+        CheckpointError: One of the settings `names` has another value.
     """
     for name in names:
         if fields.values.get(name):

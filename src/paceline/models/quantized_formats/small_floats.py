@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.affine import unpack_codes
-from paceline.models.containers.module import PackedModule
-from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN_COLUMNS, GroupedMatrix, half_scales, pack_pairs_in_runs
+from paceline.models.grouped import DOUBLED_E2M1_VALUES, RUN_COLUMNS, GroupedMatrix, halved_e8m0_scales, pack_pairs_in_runs
+from paceline.models.quantized_formats.affine import Bytes, unpack_codes
+from paceline.models.quantized_formats.module import PackedModule
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 
@@ -22,22 +22,22 @@ def _e4m3_values() -> Floats:
     return np.where(code < 128, sizes, -sizes).astype(np.float32)
 
 
-E4M3 = _e4m3_values()
-"""Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
+E4M3_VALUES = _e4m3_values()
+"""The values of all codes of E4M3 (OCP 8-bit floating point, revision 1.0)."""
 
 
 def read_e4m3(module: PackedModule, scale_name: str, block_shape: tuple[int, int] | None = None) -> PackedMatrix:
     """Return the FP8 matrix `module.weight` times its scales: one for the matrix, for each row, or for each block.
 
     Args:
-        scale_name: tensor with the scales. E8M0, also stored as U8, is the exponent of a power of two.
+        scale_name: tensor with the scales. Scales of type E8M0, which some files declare as U8, are exponents of powers of two.
         block_shape: number of rows and columns that share a scale; None = no blocks.
 
     Raises:
         CheckpointError: A tensor is missing or of another type, or the number of scales is wrong.
     """
     if module.tensor_type(scale_name) in ("F8_E8M0", "U8"):
-        scales: Floats = half_scales(module.read_tensor(scale_name, "F8_E8M0", "U8", ndim=None)) * np.float32(2)
+        scales: Floats = halved_e8m0_scales(module.read_tensor(scale_name, "F8_E8M0", "U8", ndim=None)) * np.float32(2)
     else:
         scales = np.asarray(module.read_floats(scale_name, ndim=None), np.float32)
     where, codes = module.describe_tensor("weight"), module.read_tensor("weight", "F8_E4M3")
@@ -47,7 +47,7 @@ def read_e4m3(module: PackedModule, scale_name: str, block_shape: tuple[int, int
 
     def read_rows(rows: RowSelection) -> Floats:
         row_scales = grid[scale_rows[rows]]
-        values: Floats = E4M3[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
+        values: Floats = E4M3_VALUES[codes[rows]] * (row_scales if row_scales.shape[1] == 1 else row_scales[:, scale_columns])
         return values
 
     return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read_rows)
@@ -84,23 +84,24 @@ def read_nvfp4(module: PackedModule, codes_name: str, global_scale_name: str, *,
         expected = "one number above 1" if is_divisor else "one number"
         raise CheckpointError(f"{where}: {global_scale_name} = {shortened(global_scale.tolist())}, expected {expected}; download it again")
 
-    def to_half_scales(stored: NDArray[np.uint8]) -> Floats:
-        values: Floats = (E4M3[stored] / global_scale[0] if is_divisor else E4M3[stored] * global_scale[0]) * np.float32(0.5)
+    def to_halved_scales(stored_scales: NDArray[np.uint8]) -> Floats:
+        group_scales = E4M3_VALUES[stored_scales]
+        values: Floats = (group_scales / global_scale[0] if is_divisor else group_scales * global_scale[0]) * np.float32(0.5)
         return values
 
-    return read_e2m1(where, codes, scales, to_half_scales, float(global_scale[0]))
+    return read_e2m1(where, codes, scales, to_halved_scales, float(global_scale[0]))
 
 
 def read_e2m1(
-    where: str, codes: NDArray[np.uint8], scales: NDArray[Any], half_scales: Callable[[NDArray[Any]], Floats], global_scale: float = 1.0
+    where: str, codes: Bytes, scales: NDArray[Any], to_halved_scales: Callable[[NDArray[Any]], Floats], global_scale: float = 1.0
 ) -> PackedMatrix:
     """Return an FP4 (E2M1) matrix in groups of 16 or 32 columns.
 
     Args:
         codes: [N, K / 2], two codes in a byte, the first in the low half.
         scales: [N, groups], as stored.
-        half_scales: function that converts stored scales to float32 and halves them, because `DOUBLED_E2M1_VALUES` are doubled.
-        global_scale: global scale that `half_scales` applies, for the digest of the values.
+        to_halved_scales: function that converts stored scales to float32 and halves them, because `DOUBLED_E2M1_VALUES` are doubled.
+        global_scale: global scale that `to_halved_scales` applies, for the digest of the values.
 
     Raises:
         CheckpointError: The number of scales is wrong.
@@ -117,11 +118,11 @@ def read_e2m1(
     arrays = (codes, scales, np.array([[global_scale]]))
 
     def read_groups(rows: RowSelection) -> GroupedMatrix:
-        return GroupedMatrix(pack_pairs_in_runs(codes[rows]), half_scales(scales[rows]), None, 4, table=DOUBLED_E2M1_VALUES)
+        return GroupedMatrix(pack_pairs_in_runs(codes[rows]), to_halved_scales(scales[rows]), None, 4, code_values=DOUBLED_E2M1_VALUES)
 
     def read_values(rows: RowSelection) -> Floats:
         unpacked = unpack_codes(codes[rows], 4, columns)
-        return DOUBLED_E2M1_VALUES[unpacked].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
+        return DOUBLED_E2M1_VALUES[unpacked].astype(np.float32) * np.repeat(to_halved_scales(scales[rows]), group_size, 1)
 
     if columns % RUN_COLUMNS:
         return PackedMatrix(where, (outputs, columns), None, 0, arrays, read_values)

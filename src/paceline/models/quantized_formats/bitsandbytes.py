@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.affine import AffineMatrix, AffineRows
-from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.affine import AffineMatrix, AffineRows
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, RowSelection
 
 _QUANT_STATE_SUFFIX = "weight.quant_state.bitsandbytes__"
@@ -20,18 +20,18 @@ _MAX_QUANT_STATE_BYTES = 1 << 16
 _OUTLIER_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
-def bitsandbytes_container(fields: JsonFields) -> Container:
-    """Return the container of a bitsandbytes `quantization_config`.
+def bitsandbytes_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format that a bitsandbytes `quantization_config` describes.
 
     Raises:
         CheckpointError: The settings name neither 4-bit nor 8-bit weights.
     """
     if fields.flag("load_in_4bit", default=False):
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
-        return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _read_4bit)
+        return QuantizedFormat(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _read_4bit)
     if not fields.flag("load_in_8bit", default=False):
         raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
-    return Container("bitsandbytes, int8", (".SCB",), _read_int8, notices=(_OUTLIER_NOTICE,))
+    return QuantizedFormat("bitsandbytes, int8", (".SCB",), _read_int8, notices=(_OUTLIER_NOTICE,))
 
 
 def _read_int8(module: PackedModule) -> PackedMatrix:
@@ -52,7 +52,7 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
         return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales, 128)
 
     return AffineMatrix(
-        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group_size=columns, zero_point=128,
+        error_location=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group_size=columns, zero_point=128,
         read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Access to the tensors of one packed matrix, and `Container`, which describes a quantised format."""
+"""Access to the tensors of one packed matrix, and `QuantizedFormat`, which describes how quantised matrices are stored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class PackedModule:
         return f"{found.path}: tensor {self.name}.{suffix}" if isinstance(found, StoredTensor) else f"{self.name}.{suffix}"
 
     def read_tensor(self, suffix: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
-        """Return a view of a tensor in the file. bfloat16 and FP8 are returned as the unsigned integers of their bits, int32 as uint32.
+        """Return a view of the module's tensor with this suffix. bfloat16, FP8 and int32 are read as unsigned integers of the same bits.
 
         Args:
             types: allowed types, as safetensors names them.
@@ -76,13 +76,13 @@ class PackedModule:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else array
 
     def drop_tensors(self, *suffixes: str) -> None:
-        """Remove tensors that do not affect the weights from `unread_tensors`."""
+        """Remove the tensors with these suffixes, which do not affect the weights, from `unread_tensors`."""
         for suffix in suffixes:
             self.unread_tensors.pop(f"{self.name}.{suffix}", None)
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class QuantizedFormat:
     """A format in which a checkpoint stores quantised matrices.
 
     Attributes:

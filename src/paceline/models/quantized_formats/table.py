@@ -1,4 +1,4 @@
-"""The supported methods of quantised weights in safetensors files, by `quant_method`."""
+"""The quantisation methods that are supported in safetensors files, by `quant_method`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.auto_round import auto_round_container
-from paceline.models.containers.awq import awq_container
-from paceline.models.containers.bitsandbytes import bitsandbytes_container
-from paceline.models.containers.compressed_tensors import compressed_tensors_container
-from paceline.models.containers.fp8 import fbgemm_fp8_container, fp8_container
-from paceline.models.containers.gptq import gptq_container
-from paceline.models.containers.mlx import mlx_container
-from paceline.models.containers.modelopt import modelopt_container
-from paceline.models.containers.module import Container, PackedModule, StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.auto_round import auto_round_format
+from paceline.models.quantized_formats.awq import awq_format
+from paceline.models.quantized_formats.bitsandbytes import bitsandbytes_format
+from paceline.models.quantized_formats.compressed_tensors import compressed_tensors_format
+from paceline.models.quantized_formats.fp8 import fbgemm_fp8_format, fp8_format
+from paceline.models.quantized_formats.gptq import gptq_format
+from paceline.models.quantized_formats.mlx import mlx_format
+from paceline.models.quantized_formats.modelopt import modelopt_format
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat, StoredWeight
 from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.safetensors_file import StoredTensor
 from paceline.small_files import read_json
@@ -31,31 +31,33 @@ class QuantizationMethod:
 
     Attributes:
         title: name in the table of docs/models.md.
-        in_memory: how its matrices are held in memory, in the same table.
-        make_container: function from the method's settings in config.json to the container.
+        memory_format: how its matrices are held in memory, for the same table.
+        make_format: function that returns the format which the method's settings in config.json describe.
     """
 
     title: str
-    in_memory: str
-    make_container: Callable[[JsonFields], Container]
+    memory_format: str
+    make_format: Callable[[JsonFields], QuantizedFormat]
 
 
-_GROUPS = "groups of integer codes"
-_FLOATS = "floats of the model's type"
+_GROUPED_CODES = "groups of integer codes"
+_MODEL_FLOATS = "floats of the model's type"
 METHODS: Mapping[str, QuantizationMethod] = {
-    "gptq": QuantizationMethod("GPTQ, both formats, 2, 4 or 8 bits", f"{_GROUPS}; with `desc_act` out of order {_FLOATS}", gptq_container),
-    "awq": QuantizationMethod("AWQ (GEMM), 4 bits", _GROUPS, awq_container),
-    "auto-round": QuantizationMethod("AutoRound, packed as GPTQ or AWQ", _GROUPS, auto_round_container),
+    "gptq": QuantizationMethod(
+        "GPTQ, both formats, 2, 4 or 8 bits", f"{_GROUPED_CODES}; with `desc_act` out of order {_MODEL_FLOATS}", gptq_format
+    ),
+    "awq": QuantizationMethod("AWQ (GEMM), 4 bits", _GROUPED_CODES, awq_format),
+    "auto-round": QuantizationMethod("AutoRound, packed as GPTQ or AWQ", _GROUPED_CODES, auto_round_format),
     "compressed-tensors": QuantizationMethod(
         "compressed-tensors: integers of 2, 4 or 8 bits, NVFP4, MXFP4; 8-bit floats",
-        f"{_GROUPS}; 8-bit floats and [some integers](quantised.md#quantised-checkpoints-of-other-tools): {_FLOATS}",
-        compressed_tensors_container,
+        f"{_GROUPED_CODES}; 8-bit floats and [some integers](quantised.md#quantised-checkpoints-of-other-tools): {_MODEL_FLOATS}",
+        compressed_tensors_format,
     ),
-    "fp8": QuantizationMethod("FP8 by block or tensor", _FLOATS, fp8_container),
-    "fbgemm_fp8": QuantizationMethod("FP8 by row (FBGEMM)", _FLOATS, fbgemm_fp8_container),
-    "modelopt": QuantizationMethod("ModelOpt: NVFP4; FP8", f"{_GROUPS}; FP8: {_FLOATS}", modelopt_container),
-    "bitsandbytes": QuantizationMethod("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes_container),
-    "mlx": QuantizationMethod("MLX, affine, 2 to 6 or 8 bits", _GROUPS, mlx_container),
+    "fp8": QuantizationMethod("FP8 by block or tensor", _MODEL_FLOATS, fp8_format),
+    "fbgemm_fp8": QuantizationMethod("FP8 by row (FBGEMM)", _MODEL_FLOATS, fbgemm_fp8_format),
+    "modelopt": QuantizationMethod("ModelOpt: NVFP4; FP8", f"{_GROUPED_CODES}; FP8: {_MODEL_FLOATS}", modelopt_format),
+    "bitsandbytes": QuantizationMethod("bitsandbytes: int8; nf4, fp4", f"{_GROUPED_CODES}; nf4, fp4: {_MODEL_FLOATS}", bitsandbytes_format),
+    "mlx": QuantizationMethod("MLX, affine, 2 to 6 or 8 bits", _GROUPED_CODES, mlx_format),
 }
 """Supported methods, by `quant_method` in config.json. MLX files have no such field."""
 
@@ -65,11 +67,13 @@ _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
 
-def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_settings_files: bool = True) -> Container | None:
-    """Return the container of a checkpoint; None = its matrices are not packed, or are gpt-oss experts in MXFP4.
+def find_quantized_format(
+    values: Mapping[str, Any], path: Path, family: Family, *, reads_settings_files: bool = True
+) -> QuantizedFormat | None:
+    """Return the format of a checkpoint's quantised matrices; None = its matrices are not packed, or are gpt-oss experts in MXFP4.
 
     Args:
-        values: the fields of config.json, of its text model if it is multimodal.
+        values: the fields of config.json, or of its text model if the checkpoint is multimodal.
         path: path of the config.json.
         reads_settings_files: if config.json has no settings, also look for the settings files of older tools.
 
@@ -86,7 +90,7 @@ def find_container(values: Mapping[str, Any], path: Path, family: Family, *, rea
             f"{path}: the weights are quantised ({shortened(name)}); supported are {', '.join(METHODS)}, f32, f16 and bf16: "
             "use the model it was made from, or a GGUF file of it"
         )
-    return method.make_container(settings)
+    return method.make_format(settings)
 
 
 def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
@@ -107,7 +111,7 @@ def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, 
 
 
 def _read_settings_file(path: Path) -> tuple[str, JsonFields] | None:
-    """Return the method and its settings from the settings file of an older tool; None if there is no such file."""
+    """Return the quantisation method and its settings from a file of AutoGPTQ or AutoAWQ next to `path`; None if there is no such file."""
     for file, name in _SETTINGS_FILES.items():
         values = read_json(path.with_name(file))
         if values:
@@ -116,19 +120,20 @@ def _read_settings_file(path: Path) -> tuple[str, JsonFields] | None:
 
 
 def group_packed_tensors(
-    stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container
+    stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], quantized_format: QuantizedFormat
 ) -> dict[str, StoredWeight]:
     """Return the tensors, with the tensors of each packed matrix replaced by one `PackedMatrix`. Codes are not read yet.
 
     Raises:
         CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
-    tensors: dict[str, StoredWeight] = {name: tensor for name, tensor in stored.items() if not name.endswith(container.ignored_suffixes)}
+    ignored = quantized_format.ignored_suffixes
+    tensors: dict[str, StoredWeight] = {name: tensor for name, tensor in stored.items() if not name.endswith(ignored)}
     for name in stored:
-        suffix = next((suffix for suffix in container.packed_suffixes if name.endswith(suffix)), None)
+        suffix = next((suffix for suffix in quantized_format.packed_suffixes if name.endswith(suffix)), None)
         if suffix is not None and name in tensors:
             module = PackedModule(name.removesuffix(suffix), tensors, files)
-            packed = container.read_matrix(module)
+            packed = quantized_format.read_matrix(module)
             if f"{module.name}.weight" in tensors:
                 raise CheckpointError(
                     f"{stored[name].path}: {module.name} is stored twice, packed ({name}) and unpacked ({module.name}.weight); "
@@ -138,7 +143,7 @@ def group_packed_tensors(
     for name, tensor in tensors.items():
         if not isinstance(tensor, PackedMatrix) and tensor.dtype in _PACKED_TYPES:
             raise CheckpointError(
-                f"{tensor.path}: tensor {name} of type {tensor.dtype} is packed, but not in the format {container.name}, or its scales "
-                "are missing; download the model again"
+                f"{tensor.path}: tensor {name} of type {tensor.dtype} is packed, but not in the format {quantized_format.name}, or its "
+                "scales are missing; download the model again"
             )
     return tensors

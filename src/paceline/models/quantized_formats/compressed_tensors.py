@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
-from paceline.models.containers.fp8 import read_block_shape
-from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import nested_fields, read_choice, refuse_settings
-from paceline.models.containers.small_floats import read_e2m1, read_e4m3, read_nvfp4
-from paceline.models.grouped import half_scales
+from paceline.models.grouped import halved_e8m0_scales
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.affine import AffineMatrix, AffineRows, has_short_mantissas, read_column_groups, words_as_bytes
+from paceline.models.quantized_formats.fp8 import read_block_shape
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat
+from paceline.models.quantized_formats.settings import nested_fields, read_choice, refuse_settings
+from paceline.models.quantized_formats.small_floats import read_e2m1, read_e4m3, read_nvfp4
 from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _FORMATS = (
@@ -25,12 +25,12 @@ _IGNORED_SUFFIXES = (
     ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 _SUPPORTED_BITS = (2, 4, 8)
-_ACTIVATION_NOTICE = "activations are rounded as for other quantised matrices: input_activations is ignored"
-_CACHE_NOTICE = "kv_cache_scheme is ignored: the option kv_cache_dtype sets the type of cached keys and values"
+_ACTIVATION_SETTINGS_IGNORED_NOTICE = "activations are rounded as for other quantised matrices: input_activations is ignored"
+_KV_CACHE_NOTICE = "kv_cache_scheme is ignored: the option kv_cache_dtype sets the type of cached keys and values"
 
 
-def compressed_tensors_container(fields: JsonFields) -> Container:
-    """Return the container of a compressed-tensors `quantization_config`. The names and types of a matrix's tensors show its format.
+def compressed_tensors_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format of a compressed-tensors `quantization_config`. How a matrix is packed follows from its tensors' names and types.
 
     Raises:
         CheckpointError: A format is not supported, or weights are sparse or transformed.
@@ -46,13 +46,13 @@ def compressed_tensors_container(fields: JsonFields) -> Container:
         weights = nested_fields(group, "weights")
         block_shape = read_block_shape(weights, "block_structure") or block_shape
         if group.values.get("input_activations"):
-            notices.append(_ACTIVATION_NOTICE)
+            notices.append(_ACTIVATION_SETTINGS_IGNORED_NOTICE)
         refuse_settings(group, "output_activations")
     if fields.values.get("kv_cache_scheme"):
-        notices.append(_CACHE_NOTICE)
+        notices.append(_KV_CACHE_NOTICE)
     name, suffixes = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}", (".weight_packed", ".weight_scale")
     read_matrix = partial(_read_matrix, block_shape=block_shape)
-    return Container(name, suffixes, read_matrix, _IGNORED_SUFFIXES, tuple(dict.fromkeys(notices)))
+    return QuantizedFormat(name, suffixes, read_matrix, _IGNORED_SUFFIXES, tuple(dict.fromkeys(notices)))
 
 
 def _read_matrix(module: PackedModule, *, block_shape: tuple[int, int] | None) -> PackedMatrix:
@@ -78,13 +78,13 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
 
     arrays = (codes, scales) if zeros is None else (codes, scales, zeros)
     return AffineMatrix(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=8, group_size=group_size, zero_point=128 if zeros is None else None,
-        has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
+        error_location=where, shape=(outputs, columns), arrays=arrays, bits=8, group_size=group_size,
+        zero_point=128 if zeros is None else None, has_15_bit_scales=has_short_mantissas(scales), read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
 
 def _read_packed_integers(module: PackedModule) -> PackedMatrix:
-    """Read integer codes packed along the columns, and zero points packed along the rows. Both are stored plus 2^(bits - 1)."""
+    """Read integer codes packed along the columns, and zero points packed along the rows. Stored numbers are values plus 2^(bits - 1)."""
     where, words = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "I32", "U32")
     shape = module.read_tensor("weight_shape", "I64", "I32", ndim=1)
     outputs, columns = (int(size) for size in shape) if len(shape) == 2 else (0, 0)
@@ -113,8 +113,8 @@ def _read_packed_integers(module: PackedModule) -> PackedMatrix:
 
     arrays = tuple(array for array in (words, scales, zeros, None if column_groups is None else column_groups[None]) if array is not None)
     return AffineMatrix(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, column_groups=column_groups,
-        zero_point=1 << bits - 1 if zeros is None else None, has_short_scales=has_short_mantissas(scales), read_rows=read_rows,
+        error_location=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, column_groups=column_groups,
+        zero_point=1 << bits - 1 if zeros is None else None, has_15_bit_scales=has_short_mantissas(scales), read_rows=read_rows,
     ).to_packed_matrix()  # fmt: skip
 
 
@@ -137,4 +137,4 @@ def _read_fp4(module: PackedModule) -> PackedMatrix:
     if module.has_tensor("weight_global_scale"):
         return read_nvfp4(module, "weight_packed", "weight_global_scale", is_divisor=True)
     where, pairs = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "U8")
-    return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), half_scales)
+    return read_e2m1(where, pairs, module.read_tensor("weight_scale", "U8", "F8_E8M0"), halved_e8m0_scales)

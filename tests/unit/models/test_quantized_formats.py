@@ -12,10 +12,10 @@ from harness import packed_matrices
 from harness.packed_matrices import Packed, awq, bytes_of_integers, e2m1, fp8, gptq, int8_rows, mlx, nf4, packed_integers, write_packed
 from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
-from paceline.models.containers.affine import unpack_codes
-from paceline.models.containers.small_floats import E4M3
-from paceline.models.containers.table import METHODS, find_container, group_packed_tensors
 from paceline.models.families.table import FAMILIES
+from paceline.models.quantized_formats.affine import unpack_codes
+from paceline.models.quantized_formats.small_floats import E4M3_VALUES
+from paceline.models.quantized_formats.table import METHODS, find_quantized_format, group_packed_tensors
 from paceline.models.storage.checkpoint_weights import dequantized_notice, lazy_matrix
 from paceline.models.storage.mapped_files import map_file
 from paceline.models.storage.packed_matrix import PackedMatrix
@@ -70,9 +70,9 @@ def opened(folder: Path, case: Packed, settings: dict[str, Any] | None = None) -
     write_packed(path, {f"layer.{name}": tensor for name, tensor in case.tensors.items()})
     own = case.settings if settings is None else settings
     key = "quantization_config" if "quant_method" in own else "quantization"
-    container = find_container({key: own}, folder / "config.json", FAMILIES["llama"])
-    assert container is not None
-    found = group_packed_tensors(read_header(path), {path: map_file(path)}, container)
+    quantized_format = find_quantized_format({key: own}, folder / "config.json", FAMILIES["llama"])
+    assert quantized_format is not None
+    found = group_packed_tensors(read_header(path), {path: map_file(path)}, quantized_format)
     matrix = found.pop("layer.weight")
     assert isinstance(matrix, PackedMatrix)
     assert not found
@@ -150,7 +150,7 @@ def test_unpack_codes_inverts_bit_packing(bits: int) -> None:
 def test_fp8_e4m3_table_equals_that_of_torch() -> None:
     torch = pytest.importorskip("torch")
     expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(E4M3, expected, equal_nan=True)
+    assert np.array_equal(E4M3_VALUES, expected, equal_nan=True)
 
 
 def _without(case: Packed, *parts: str) -> Packed:
@@ -239,9 +239,9 @@ def test_quantised_activations_and_kv_cache_are_ignored_with_a_notice(tmp_path: 
     case = bytes_of_integers(SHAPE)
     case = _settings(_with(case, input_scale=("F32", np.ones(1, np.float32))), kv_cache_scheme={"num_bits": 8})
     assert opened(tmp_path, case).shape == SHAPE
-    container = find_container({"quantization_config": case.settings}, tmp_path / "config.json", FAMILIES["llama"])
-    assert container is not None
-    assert [text.split()[0] for text in container.notices] == ["activations", "kv_cache_scheme"]
+    quantized_format = find_quantized_format({"quantization_config": case.settings}, tmp_path / "config.json", FAMILIES["llama"])
+    assert quantized_format is not None
+    assert [text.split()[0] for text in quantized_format.notices] == ["activations", "kv_cache_scheme"]
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_quantised_activations_and_kv_cache_are_ignored_with_a_notice(tmp_path: 
 )
 def test_quantisation_config_files_are_read(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
-    container = find_container({}, tmp_path / "config.json", FAMILIES["llama"])
-    assert container is not None
-    assert container.name == name
-    assert find_container({}, tmp_path / "config.json", FAMILIES["llama"], reads_settings_files=False) is None
+    quantized_format = find_quantized_format({}, tmp_path / "config.json", FAMILIES["llama"])
+    assert quantized_format is not None
+    assert quantized_format.name == name
+    assert find_quantized_format({}, tmp_path / "config.json", FAMILIES["llama"], reads_settings_files=False) is None
 
 
 def test_every_quantisation_method_is_tested() -> None:

@@ -6,17 +6,17 @@ from functools import partial
 import numpy as np
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import AffineMatrix, AffineRows, words_as_bytes
-from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import read_choice
 from paceline.models.json_fields import JsonFields
+from paceline.models.quantized_formats.affine import AffineMatrix, AffineRows, words_as_bytes
+from paceline.models.quantized_formats.module import PackedModule, QuantizedFormat
+from paceline.models.quantized_formats.settings import read_choice
 from paceline.models.storage.packed_matrix import PackedMatrix, RowSelection
 
 _SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 
 
-def mlx_container(fields: JsonFields) -> Container:
-    """Return the container of the `quantization` settings of an MLX checkpoint, whose mode must be affine.
+def mlx_format(fields: JsonFields) -> QuantizedFormat:
+    """Return the format that the `quantization` settings of an MLX checkpoint describe. Their mode must be affine.
 
     Raises:
         CheckpointError: The mode, the bits or the group size is not supported.
@@ -25,7 +25,7 @@ def mlx_container(fields: JsonFields) -> Container:
     for name, value in fields.values.items():
         if isinstance(value, Mapping):
             by_module["." + name] = _read_bits_and_group_size(JsonFields({"mode": fields.values.get("mode"), **value}, fields.path))
-    return Container(f"MLX, {by_module[''][0]} bits", (".scales",), partial(_read_matrix, settings=by_module))
+    return QuantizedFormat(f"MLX, {by_module[''][0]} bits", (".scales",), partial(_read_matrix, settings=by_module))
 
 
 def _read_bits_and_group_size(fields: JsonFields) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def _read_matrix(module: PackedModule, *, settings: Mapping[str, tuple[int, int]
         return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), minimums=minimums[rows].astype(np.float32))
 
     return AffineMatrix(
-        where=where,
+        error_location=where,
         shape=(outputs, num_groups * group_size),
         arrays=(words, scales, minimums),
         bits=bits,
