@@ -95,7 +95,7 @@ class HeadCache(ABC):
 
     @abstractmethod
     def _create_slots(self, request: Request, start: int) -> HeadSlots:
-        """Return the slots of a new request whose first `start` positions are a prefix hit; some of them may already be computed."""
+        """Return the cache rows of a new request whose first `start` positions are a prefix hit; the head may have computed some."""
 
     def _first_computed_slot(self, request: Request, hashes: NDArray[np.uint64]) -> int:
         """Return the slot after the last uncomputed slot of a prefix. `hashes`: hashes of the prefix's tokens."""

@@ -317,9 +317,9 @@ def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num
 
 
 def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> NetworkDefinition:
-    """Return the network of an MTP module. Inputs: `embedding`, `feature`. Results: predicted `feature` [T, E], `logits` [R, V].
+    """Return the network of an MTP module. Inputs: `embedding`, `feature`. Results: `feature` (the predicted one) [T, E], `logits` [R, V].
 
-        output = layer(fc([embedding_norm(embedding), feature_norm(feature)]));  logits = lm_head(final_norm(output))
+        feature = layer(fc([embedding_norm(embedding), feature_norm(feature)]));  logits = lm_head(final_norm(output))
 
     `soft_cap` and `is_feature_first` are fields of `MtpModule`.
     """

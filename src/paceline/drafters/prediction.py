@@ -31,7 +31,7 @@ class _RealignmentStrategy:
     num_correct: int = 0
 
     @property
-    def accuracy(self) -> float:
+    def smoothed_accuracy(self) -> float:
         return (self.num_correct + 0.5 * _PRIOR_TRIALS) / (self.num_trials + _PRIOR_TRIALS)
 
 
@@ -77,7 +77,9 @@ class PredictedText:
                 self.num_matched = 0
                 self._num_unmatched += 1
                 self._candidates = self._realign(token)
-                self._position = max(self._candidates, key=lambda candidate: candidate[0].accuracy)[1] if self._candidates else None
+                self._position = (
+                    max(self._candidates, key=lambda candidate: candidate[0].smoothed_accuracy)[1] if self._candidates else None
+                )
         self.num_observed += len(token_ids)
 
     @property
@@ -93,7 +95,7 @@ class PredictedText:
         """Estimate the acceptance probability of each of the next `count` predicted tokens."""
         probs = match_confidence(NUM_ASSUMED_MATCHES + self.num_matched, count)
         if self._candidates and probs:
-            probs[0] = max(strategy.accuracy for strategy, _ in self._candidates)
+            probs[0] = max(strategy.smoothed_accuracy for strategy, _ in self._candidates)
         return probs
 
     def _has_token_at(self, position: int, token: int) -> bool:
@@ -119,7 +121,7 @@ class PredictedText:
     def _position_after_longest_suffix(self) -> int | None:
         """Return the position after the longest suffix of the output that occurs in the prediction; None if none of `MATCH_LENGTHS` occurs.
 
-        If it occurs several times, the first occurrence that ends after the last match is used, else the last occurrence.
+        If it occurs several times: the first occurrence that ends after the match of the call before, else the last occurrence.
         """
         best = None
         for index, length in enumerate(reversed(MATCH_LENGTHS)):

@@ -314,17 +314,17 @@ class Scheduler:
         info.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if info.is_prefix_subtracted else 0)
         info.last_failed_start = None
         insort(self.waiting, request, key=self._arrival_key)
-        insort(self._shortest, request, key=self._shortest_first_key)
+        insort(self._shortest, request, key=self._fewest_uncached_first_key)
 
     def _dequeue(self, request: EngineRequest) -> None:
         del self.waiting[bisect_left(self.waiting, self._arrival_key(request), key=self._arrival_key)]
-        del self._shortest[bisect_left(self._shortest, self._shortest_first_key(request), key=self._shortest_first_key)]
+        del self._shortest[bisect_left(self._shortest, self._fewest_uncached_first_key(request), key=self._fewest_uncached_first_key)]
         info = self._infos[request]
         info.num_uncached, info.last_failed_start = request.num_uncached, None
 
     def _arrival_key(self, request: EngineRequest) -> int:
         return self._infos[request].arrival
 
-    def _shortest_first_key(self, request: EngineRequest) -> tuple[int, int]:
+    def _fewest_uncached_first_key(self, request: EngineRequest) -> tuple[int, int]:
         info = self._infos[request]
         return info.num_uncached, info.arrival

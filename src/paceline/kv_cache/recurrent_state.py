@@ -333,7 +333,7 @@ class RecurrentStateCache(LayerCache):
             self._recycle_state(sequence.states_to_save.pop()[1])
 
     def _store_checkpoint(self, sequence: _SequenceState, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store the checkpoint after block `index`, and evict the checkpoint that it replaces."""
+        """Store the checkpoint after block `index`; evict the sequence's previous one, unless that is at a multiple of the interval."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle_state(checkpoint.state)
             return

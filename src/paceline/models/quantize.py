@@ -190,6 +190,7 @@ def _choose_scales(
 
 
 def _round_to_codes(normalized: FloatArray, extreme_code: FloatArray | np.float32, bounds: tuple[float, float], out: FloatArray) -> None:
+    """Write integers in `bounds` to `out`, such that 1, the group's value of largest magnitude, becomes `extreme_code`."""
     np.multiply(normalized, extreme_code, out=out)
     np.rint(out, out=out)
     np.clip(out, *bounds, out=out)

@@ -74,7 +74,7 @@ class ForwardBatch:
 
     Attributes:
         positions: [T] int32, rotary positions.
-        ranges: cover all rows, in order and without gaps; may be empty for a network without attention.
+        ranges: the rows of each sequence, in order and without gaps; may be empty for a network without attention.
 
     Raises:
         ValueError: more than MAX_PASS_ROWS rows; the caller must use `split_into_passes`.

@@ -246,21 +246,21 @@ def recurrent_block(ops: Ops[Value], mixer: Recurrent, x: Value, layer: int) -> 
     """Return the output of a recurrent mixer for rows x, including the projections before and after."""
     prefix = f"layers.{layer}."
 
-    def project(*names: str) -> tuple[Value, ...]:
+    def multiply_by(*names: str) -> tuple[Value, ...]:
         return ops.linear(x, *(prefix + name for name in names))
 
     if isinstance(mixer, ShortConvConfig):
-        conv_input, b, c = project("conv_proj", "b_proj", "c_proj")
+        conv_input, b, c = multiply_by("conv_proj", "b_proj", "c_proj")
         mixed = ops.convolution(ops.gated(b, conv_input, Activation.NONE), mixer, layer)
         mixed = ops.gated(c, mixed, Activation.NONE)
     elif isinstance(mixer, GatedDeltaConfig):
         names = ("q_proj", "k_proj", "v_proj") if mixer.has_separate_qkv_projections else ("conv_proj",)
-        *conv_inputs, z, b, a = project(*names, "z_proj", "b_proj", "a_proj")
+        *conv_inputs, z, b, a = multiply_by(*names, "z_proj", "b_proj", "a_proj")
         mixed = ops.delta_rule(ops.convolution(ops.concat(*conv_inputs), mixer, layer), b, a, mixer, layer)
         normed = ops.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads, epsilon=mixer.norm_eps)
         mixed = ops.gated(z, normed, Activation.SILU)
     else:
-        conv_input, z, dt = project("conv_proj", "z_proj", "dt_proj")
+        conv_input, z, dt = multiply_by("conv_proj", "z_proj", "dt_proj")
         mixed = ops.mamba2(ops.convolution(conv_input, mixer, layer), _scaled(ops, dt, mixer.dt_scale), mixer, layer)
         if mixer.norm is GatedNorm.BEFORE_GATE:
             mixed = ops.group_norm(mixed, prefix + "gated_norm", mixer.norm_groups)
@@ -383,16 +383,16 @@ def altup_layer(ops: Ops[Value], config: LayerConfig, altup: AltUp, streams: Val
     """Return the streams [T, num_streams * E] after one layer with alternating updates, see `AltUp`. Arguments as in `decoder_layer`."""
     prefix, count = f"layers.{layer}.", altup.num_streams
 
-    def mixing_weights(x: Value, name: str) -> Value:
+    def stream_mixing_weights(x: Value, name: str) -> Value:
         scaled = ops.scale(ops.rms_norm(x, prefix + "altup_router_norm"), 1.0 / altup.hidden_size)
         (routed,) = ops.linear(scaled, prefix + "altup_router")
         return ops.linear(ops.soft_cap(routed, 1.0), prefix + name)[0]  # a soft cap of 1 is tanh
 
-    predictions = ops.mix_streams(streams, streams, mixing_weights(active_stream(ops, altup, streams), "altup_predict"), count)
+    predictions = ops.mix_streams(streams, streams, stream_mixing_weights(active_stream(ops, altup, streams), "altup_predict"), count)
     active = active_stream(ops, altup, predictions)
     activated = decoder_layer(ops, config, active, layer)
     innovation = ops.mix_streams(activated, active, None, 1, offset=-1.0)  # activated - active
-    corrected = ops.mix_streams(predictions, innovation, mixing_weights(activated, "altup_correct"), count, offset=1.0)
+    corrected = ops.mix_streams(predictions, innovation, stream_mixing_weights(activated, "altup_correct"), count, offset=1.0)
     if config.per_layer_input is None or layer_input is None:
         return corrected
     x = active_stream(ops, altup, corrected)

@@ -43,7 +43,7 @@ def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _TEST_LENS]
     single_row_logits = [row for ids in tokens for row in _decode(network, [ids], [(1,)] * len(ids))]
-    # an all-NaN row means that the checkpoint is damaged, so no result is stored
+    # logits of only NaN mean that the checkpoint is damaged, so loading fails and no result of this test is stored
     if any(np.isnan(row).all() for row in single_row_logits):
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "

@@ -108,9 +108,9 @@ def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[N
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The most probable tokens of a row that top-k, top-p and min-p certainly keep."""
+    """Tokens of a row that top-k, top-p and min-p keep whatever the rounding; they may keep less probable tokens, too."""
 
-    num_kept: int  # the `num_kept` most probable tokens of the row are certainly kept
+    num_kept: int  # the `num_kept` most probable tokens of the row are kept
     mass: float  # sum of the probabilities of these tokens before truncation
     includes_all_kept: bool  # whether these are all tokens that truncation keeps
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-_MAX_MERGED_PIECE_CHARS = 1024
+_MAX_MERGED_PIECE_CHARS = 1024  # a vocabulary with a longer piece is refused
 _MAX_MERGE_WORK = 1 << 28  # maximum sum of squared piece lengths: `derive_merges` takes time proportional to it
 
 

@@ -48,7 +48,7 @@ class ControlTokenEscaper:
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
     def escape(self, value: Any, *, other_texts: Sequence[str], exempt_texts: Mapping[int, Sequence[str]] | None = None) -> "EscapedValue":
-        """Return a copy of `value` with a placeholder in each spelling of a control token.
+        """Return a copy of `value` in which a placeholder replaces one character of each spelling of a control token.
 
         Args:
             value: a list of JSON values. Keys of mappings are escaped as well.
@@ -261,11 +261,11 @@ def _trie_pattern(texts: Iterable[str]) -> str:
         for character in text:
             node = node.setdefault(character, {})
         node[""] = {}
-    return _node_pattern(root)
+    return _trie_node_pattern(root)
 
 
-def _node_pattern(node: dict[str, Any]) -> str:
-    options = [re.escape(character) + _node_pattern(child) for character, child in node.items() if character]
+def _trie_node_pattern(node: dict[str, Any]) -> str:
+    options = [re.escape(character) + _trie_node_pattern(child) for character, child in node.items() if character]
     if not options:
         return ""
     pattern = options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"

@@ -42,8 +42,8 @@ class VocabularyMatch(Enum):
 
     SAME = "same"  # every id has the same piece in both, so ids need no conversion
     PADDED = "padded"  # like SAME, but one vocabulary has additional ids, which are never drafted
-    OVERLAPPING = "overlapping"  # most text consists of pieces that both have, but with different ids: ids are mapped
-    DISJOINT = "disjoint"  # few pieces are in both: drafts are decoded to text and encoded again
+    OVERLAPPING = "overlapping"  # most text consists of tokens that both vocabularies have, but with different ids: ids are mapped
+    DISJOINT = "disjoint"  # few tokens are in both vocabularies: drafts are decoded to text and encoded again
 
 
 @dataclass(frozen=True, slots=True)

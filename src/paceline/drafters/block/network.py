@@ -56,7 +56,7 @@ def context_network(config: BlockConfig) -> NetworkDefinition:
 
 
 def block_network(config: BlockConfig) -> NetworkDefinition:
-    """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, Vd]; DFlash2: `selector_vectors` [T, r]."""
+    """Return the network that runs a block. Results: final `hidden_states` [T, E], `logits` [R, V of drafts]; DFlash2: selector vectors."""
 
     def define_network(ops: Ops[Value]) -> Mapping[str, Value]:
         x = ops.input(EMBEDDING, config.layers.hidden_size)

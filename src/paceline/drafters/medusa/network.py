@@ -28,7 +28,7 @@ class MedusaOutputs:
 
 
 class MedusaNetwork:
-    """Runs Medusa heads. Shorter drafts need fewer heads, so there is one network for each number of heads in use.
+    """Runs Medusa heads. Shorter drafts need fewer heads, so it has a network for the first head, for the first two, and so on.
 
     Args:
         target: config of the target whose hidden states the heads read.

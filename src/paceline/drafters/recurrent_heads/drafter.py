@@ -2,8 +2,8 @@
 
 The head's input at a position is a feature pair: a token, and the feature of the position before it. A draft begins with a pass over the
 tokens committed since the last draft, with features that the target computed. The last of them gives the first level of draft tokens. Each
-further level takes a pass over the most probable draft tokens, with features that the head predicted. Cache rows of draft tokens are
-overwritten later, when the target has computed the features.
+further level takes a pass over the most probable draft tokens, with features that the head predicted; P-EAGLE heads draft all levels in
+one pass. Cache rows of draft tokens are overwritten later, when the target has computed the features.
 
 Sources: EAGLE (Li et al. 2024, arXiv:2401.15077), EAGLE-2 (arXiv:2406.16858), EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviations: the
 target draws every accepted token (`speculation/verify.py`); at temperatures above 0, draft tokens are drawn with the target's noise; the

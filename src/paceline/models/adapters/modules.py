@@ -152,7 +152,7 @@ def _name_in_adapter(module: str, names: list[str]) -> str:
 
 
 def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, RowsByMatrix]:
-    """Return the fused matrices that checkpoints of the family may have, by module name, with the rows of each part."""
+    """Return the fused matrices that checkpoints of the family may have, by module name, with the row range of each part."""
     family, found = FAMILIES[config.family], dict[str, RowsByMatrix]()
     if isinstance(layer.mixer, GatedDeltaConfig) and not layer.mixer.has_separate_qkv_projections:
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}

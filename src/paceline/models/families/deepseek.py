@@ -15,7 +15,7 @@ from paceline.models.layers import AttentionConfig, ExpertRouting, LatentProject
 
 _GREEDY_TOPK, _GROUPED_TOPK = "greedy", "group_limited_greedy"
 _MAX_HEADS = _MAX_HEAD_SIZE = 1024
-"""Largest accepted number of heads, and of values in a head: the expected shapes of all heads are listed before the file is checked."""
+"""Largest accepted number of heads, and of values in a head. Tensors of these sizes are described before the file is checked."""
 _LATENT_GGUF_KEYS = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",

@@ -84,7 +84,7 @@ def _read_int8(module: PackedModule) -> PackedMatrix:
 
 
 def _read_packed_integers(module: PackedModule) -> PackedMatrix:
-    """Read integer codes packed along the columns, and zero points packed along the rows. Stored numbers are values plus 2^(bits - 1)."""
+    """Read packed integers, stored plus 2^(bits - 1). A word has the codes of adjacent columns, or the zero points of adjacent rows."""
     where, words = module.describe_tensor("weight_packed"), module.read_tensor("weight_packed", "I32", "U32")
     shape = module.read_tensor("weight_shape", "I64", "I32", ndim=1)
     outputs, columns = (int(size) for size in shape) if len(shape) == 2 else (0, 0)

@@ -306,9 +306,9 @@ def _lazy_experts(stored: StoredModel, layer: int, mlp: ExpertMLP, hidden_size: 
         for expert in range(count):
             for part, part_rows in parts.items():
                 name = f"layers.{layer}.experts.{expert}.{part}"
-                tensors[f"{name}.bias"] = _lazy_view(bias.array[expert, part_rows], bias.weight_type)
+                tensors[f"{name}.bias"] = _lazy_array(bias.array[expert, part_rows], bias.weight_type)
                 if plain is not None:
-                    tensors[f"{name}.weight"] = _lazy_view(plain.array[expert, :, part_rows].T, plain.weight_type)
+                    tensors[f"{name}.weight"] = _lazy_array(plain.array[expert, :, part_rows].T, plain.weight_type)
                 elif blocks is not None and exponents is not None:
                     pairs = blocks[expert, part_rows].reshape(-1, columns // 2)
                     matrix = read_e2m1(stored_name, pairs, exponents[expert, part_rows], halved_e8m0_scales)
@@ -326,7 +326,8 @@ def _pop_uint8_tensor(stored: StoredModel, name: str, shape: tuple[int, ...]) ->
     return view_tensor(tensor, stored.files[tensor.path], np.dtype(np.uint8))
 
 
-def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
+def _lazy_array(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
+    """Return values of this type as a tensor, without reading them from the mapped file now."""
     return _lazy_tensor((array,), array.shape, weight_type, lambda: array)
 
 

@@ -75,7 +75,7 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
     if isinstance(mixer, AttentionConfig):
         if mixer.latent is not None:
             return _fused_in_latent_attention(mixer, mixer.latent)
-        if mixer.gate is not AttentionGate.VALUE or "attention_gate" in family.module_names:  # the gate is a separate matrix
+        if mixer.gate is not AttentionGate.VALUE or "attention_gate" in family.module_names:  # no gate, or a separate matrix
             return {}
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
         return {"self_attn.q_proj": {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}}

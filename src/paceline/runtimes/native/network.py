@@ -323,7 +323,7 @@ class _SharedState:
     xlora_program: _Program | None = None  # the recorded network for scaling passes; None = X-LoRA is not enabled
     mapped_files: MappedFiles = field(default_factory=lambda: MappedFiles(()))  # weight files, checked for truncation before each pass
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
-    _executions: list[Execution] = field(default_factory=list)
+    _executions: list[Execution] = field(default_factory=list)  # of all recorded programs that use these weights
     _kv_readers: "list[_SharedState]" = field(default_factory=list)
     _checked_arrays: list[NDArray[Any]] = field(default_factory=list)
 

@@ -310,10 +310,10 @@ def _name_pattern(schema: object) -> str | None:
 
 
 def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
-    """Return a schema that matches exactly the values that `schema` does not; None if it cannot be derived.
+    """Return a schema that matches the values of `context` that `schema` does not match; None if it cannot be derived.
 
     Args:
-        context: a schema that all values match. If it lists its values, the result lists those of them that do not match `schema`.
+        context: a schema. If it lists its values, the result lists those of them that do not match `schema`.
     """
     if schema in (True, {}) or schema is False:
         return schema is False

@@ -218,7 +218,7 @@ class UniqueItemsState:
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _must_repeat(self) -> bool:
-        """Return whether the unfinished item can only repeat an earlier one: a value of an `enum`, `true`, `false`, `null` or 0."""
+        """Return whether every completion of the unfinished item repeats an earlier item. Only items of a finite set can."""
         top = self._open[-1]
         if not top.items or self._state is _ParserState.AFTER_VALUE:
             return False
