@@ -467,5 +467,6 @@ class LayerConfig:
 
 
 def share_equal_layers(layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Return the layers, with one object in place of all objects that are equal."""
     unique_layers: dict[LayerConfig, LayerConfig] = {}
     return tuple(unique_layers.setdefault(layer, layer) for layer in layers)

@@ -32,7 +32,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """A quantised matrix. `weight_type` is the float type of matrix products with it."""
+    """A quantised matrix as a tensor. `weight_type` is the float type in which products with it are computed."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32

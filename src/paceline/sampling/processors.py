@@ -142,7 +142,7 @@ class LogitsProcessor:
 
     @property
     def only_applies_temperature(self) -> bool:
-        """Whether temperature is the only parameter that changes the rows after the committed output."""
+        """Whether temperature is the only sampling parameter that changes the distribution of the next tokens."""
         return self.needs_no_editing and not self._params.has_truncation
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:

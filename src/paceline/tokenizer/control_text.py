@@ -18,7 +18,7 @@ from paceline.errors import RequestError, convert_library_errors
 
 _PRIVATE_USE = range(0xE000, 0xF900)  # Unicode assigns no characters here; JSON escapes each as a single \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
-_MAX_PATTERN_CHARS = 64
+_MAX_PREFIX_CHARS = 64  # control tokens are searched for by this many first characters
 _WINDOW_CHARS = 1 << 16  # characters per regular-expression call, which holds the GIL
 _MAX_SPLIT_ROUNDS = 8  # splitting a spelling of one control token may leave a spelling of another
 
@@ -39,7 +39,7 @@ class ControlTokenEscaper:
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self._used_chars = set(_PRIVATE_USE_PATTERN.findall("".join(chain(vocabulary, self._added_ids))))
         texts = [token.content for token in self._control_tokens.values() if token.content.strip()]
-        self._pattern = re.compile(f"(?=({_trie_pattern(text[:_MAX_PATTERN_CHARS] for text in texts)}))") if texts else None
+        self._pattern = re.compile(f"(?=({_trie_pattern(text[:_MAX_PREFIX_CHARS] for text in texts)}))") if texts else None
         self._longest = max(map(len, texts), default=0)
         self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in texts for start in range(1, len(text))}

@@ -18,7 +18,7 @@ MIN_SAMPLE_COVERAGE = 0.8
 encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
 MIN_SHARED_PIECE_SHARE = 0.5  # minimum of `shared_piece_share` for mapping ids, if `sample_coverage` is None
 MIN_SPELLABLE_SHARE = 0.5  # draft models that can spell a smaller share of the target's pieces are rejected
-_MAX_TESTED_PIECES = 4096
+_MAX_SPELLED_PIECES = 4096  # pieces of one vocabulary that are spelled with the other, to compare them
 
 SAMPLE_TEXT = """\
 The miller's daughter had walked for seven days before she reached the town. "Is there anyone here," she asked, "who could \
@@ -201,7 +201,7 @@ def _spellable_share(pieces: Sequence[str], draft: Sequence[str]) -> float:
         return 1.0
     speller = Speller(draft)
     used_pieces = [piece for piece in pieces if piece]
-    sample = piece_bytes(used_pieces[:: max(1, len(used_pieces) // _MAX_TESTED_PIECES)])  # spelling all pieces would take a second
+    sample = piece_bytes(used_pieces[:: max(1, len(used_pieces) // _MAX_SPELLED_PIECES)])  # spelling all pieces would take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 

@@ -149,7 +149,7 @@ def test_peagle_mask_token_id_may_be_given_as_an_option(target: Path, tmp_path: 
         open_llm(target, files)
     llm = open_llm(target, files, drafter_options={"mask_token_id": 7})
     assert drafter_of(llm).head.masked_pair is not None
-    assert drafter_of(llm).head.masked_pair.token_id == 7
+    assert drafter_of(llm).head.masked_pair.mask_token_id == 7
     with pytest.raises(ConfigError, match="mask_token_id is -1: use a token id"):
         open_llm(target, files, drafter_options={"mask_token_id": -1})
     with pytest.raises(IncompatibleDrafterError, match="the mask_token_id is 97, embeddings end at 97"):
@@ -164,7 +164,7 @@ def test_peagle_mask_is_read_under_all_names_and_shapes(
     llm = open_llm(target, random_peagle(tmp_path, torch.arange(216.0).reshape(shape), **names))
     masked = drafter_of(llm).head.masked_pair
     assert masked is not None
-    assert masked.token_id == 5
+    assert masked.mask_token_id == 5
     assert masked.feature.tolist() == list(range(216))
 
 

@@ -71,7 +71,7 @@ class MaskedFeaturePair:
     If `feature` is None (PARD-2), the feature of the last known token is repeated.
     """
 
-    token_id: int
+    mask_token_id: int
     feature: FloatArray | None
 
     def appended_to(self, pairs: TargetFeaturePairs, count: int) -> TargetFeaturePairs:
@@ -79,7 +79,7 @@ class MaskedFeaturePair:
         num_unmasked = len(pairs.token_ids)
         token_ids = np.empty(num_unmasked + count, np.int32)
         features = np.empty((num_unmasked + count, pairs.features.shape[1]), np.float32)
-        token_ids[:num_unmasked], token_ids[num_unmasked:] = pairs.token_ids, self.token_id
+        token_ids[:num_unmasked], token_ids[num_unmasked:] = pairs.token_ids, self.mask_token_id
         features[:num_unmasked], features[num_unmasked:] = pairs.features, pairs.features[-1] if self.feature is None else self.feature
         return TargetFeaturePairs(token_ids, features, pairs.rows._replace(num_rows=num_unmasked + count))
 

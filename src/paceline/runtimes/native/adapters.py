@@ -20,7 +20,7 @@ from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix
 AdapterSiteNames = tuple[tuple[str, ...], ...]
 """The names of the matrices of each adapter site. An operation on experts is one site for each expert."""
 
-_DOWN_PANEL_OUTPUTS = 8  # DOWN_OUTPUTS in kernels/low_rank.c
+_DOWN_PANEL_OUTPUTS = 8  # outputs of a LoRA A matrix that are packed together, DOWN_OUTPUTS in kernels/low_rank.c
 _CACHE_LINE_BYTES = 64
 _ARENA_BYTES = 1 << 23
 

@@ -239,15 +239,15 @@ def _fill_panels(packed: PackedWeights, fill_range: Callable[[int, int], object]
     """Call `fill_range(begin, end)` for ranges of panels until all are filled."""
     data = packed.data
 
-    def fill_from(begin: int) -> None:
+    def fill_panels_from(begin: int) -> None:
         fill_range(begin, min(begin + _PANELS_PER_CALL, len(data)))
 
     if num_threads == 1:
         for begin in range(0, len(data), _PANELS_PER_CALL):
-            fill_from(begin)
+            fill_panels_from(begin)
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill_from, range(0, len(data), _PANELS_PER_CALL)))
+            list(pool.map(fill_panels_from, range(0, len(data), _PANELS_PER_CALL)))
 
 
 def _scales_fit_float16(scales: NDArray[np.float32]) -> bool:
