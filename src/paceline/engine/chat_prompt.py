@@ -60,7 +60,7 @@ _ADAPTATIONS: tuple[MessagesAdaptation, ...] = (
 )
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 """Roles whose messages must have a content."""
-_MAX_VARIANTS_S = 1.0  # time after which no further variant of a rejected conversation is rendered
+_MAX_VARIANTS_S = 1.0  # after this time, no further variant of messages that the template rejected is rendered
 _NUM_PROMPT_TAIL_TOKENS = 16  # number of tokens at the end of a prompt that are searched for the opening mark of reasoning
 _SEARCHED_LITERAL = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_SYSTEM_PROBE, _LATER_SYSTEM_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"

@@ -21,7 +21,7 @@ class PassLimits:
 
     Attributes:
         max_sequences: maximum number of sequences that are longer than a window.
-        max_pass_rows: maximum number of rows of a pass, and of the cached rows of all sequences shorter than a window together.
+        max_pass_rows: maximum number of rows of a pass; all sequences shorter than a window may have as many cached rows in total.
     """
 
     max_sequences: int

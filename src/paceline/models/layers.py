@@ -33,10 +33,10 @@ class QKNorm(Enum):
     """How queries and keys are normalised: before the rotary embedding is applied, except with `HEAD_AFTER_ROPE`."""
 
     NONE = "none"
-    HEAD = "head"  # one norm for each head
+    HEAD = "head"  # each head is normalised, with the same weights
     HEAD_AFTER_ROPE = "head_after_rope"
-    UNWEIGHTED_HEAD = "unweighted_head"  # one norm for each head, without a weight
-    ALL_HEADS = "all_heads"  # one norm over the values of all heads
+    UNWEIGHTED_HEAD = "unweighted_head"  # each head is normalised, without weights
+    ALL_HEADS = "all_heads"  # the values of all heads are normalised together
 
 
 class AttentionGate(Enum):

@@ -28,7 +28,7 @@ class EditedRow(NamedTuple):
     logits: ScoreArray  # [V]; if no processor changes the row, they are a view of it, which the next forward pass overwrites
     max_logit: np.float32  # the largest of `logits`, finite
     params: SamplingParams  # sampling parameters of the request
-    sampler: PathSampler | None  # compiled `params`; None = there is no compiled sampler
+    sampler: PathSampler | None  # samples with `params` in C; None = the runtime has no kernels
 
     def distribution(self) -> Distribution:
         """Return the distribution of the row after temperature, top-k, top-p and min-p."""

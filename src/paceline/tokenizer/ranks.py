@@ -249,10 +249,10 @@ def _add_token(ranks: dict[bytes, int], token: bytes, token_id: int, path: Path)
         raise CheckpointError(f"{path} has the token {shortened(token)} twice, with the ids {ranks[token]} and {token_id}; {_FIX_HINT}")
 
 
-def _token_text(item: object, name: str, path: Path) -> str:
-    text = item.get(name) if isinstance(item, dict) else None
+def _token_text(token: object, field: str, path: Path) -> str:
+    text = token.get(field) if isinstance(token, dict) else None
     if not isinstance(text, str) or not text or not is_unicode(text):
-        raise CheckpointError(f"{path} has a token whose {name} is {shortened(text)}, expected a text; {_FIX_HINT}")
+        raise CheckpointError(f"{path} has a token whose {field} is {shortened(text)}, expected a text; {_FIX_HINT}")
     return text
 
 

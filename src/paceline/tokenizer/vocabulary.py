@@ -18,7 +18,7 @@ MIN_SAMPLE_COVERAGE = 0.8
 encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
 MIN_SHARED_PIECE_SHARE = 0.5  # minimum of `shared_piece_share` for mapping ids, if `sample_coverage` is None
 MIN_SPELLABLE_SHARE = 0.5  # draft models that can spell a smaller share of the target's pieces are rejected
-_MAX_SPELLED_PIECES = 4096  # pieces of one vocabulary that are spelled with the other, to compare them
+_MAX_SPELLED_PIECES = 4096  # pieces of the target that are tried to be spelled with those of the draft model
 
 SAMPLE_TEXT = """\
 The miller's daughter had walked for seven days before she reached the town. "Is there anyone here," she asked, "who could \

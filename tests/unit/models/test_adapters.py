@@ -308,7 +308,7 @@ def test_first_matching_rank_pattern_applies_to_a_module() -> None:
 
 
 def test_adapter_module_pattern_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(patterns, "_MATCHING_TIMEOUT_S", 0.5)
     with pytest.raises(CheckpointError, match=r"takes longer than 0\.5 s: name the modules one by one"):
         read(write_adapter(tmp_path, of_queries(), target_modules=r"(([a-z._0-9]+)*)*X"))
 

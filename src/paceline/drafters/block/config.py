@@ -150,7 +150,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         if fields.values.get("final_logit_softcapping") in (None, 0)
         else fields.positive_number("final_logit_softcapping"),
         sample_from_anchor=_read_sample_from_anchor(files, fields),
-        markov=_read_markov_kind(files, fields),
+        markov=_read_markov_head_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
         # by default, the confidence head reads the Markov embedding if its input is wider than the hidden state
         confidence_reads_markov_embedding=fields.flag("confidence_head_with_markov", default=confidence_size > layers.hidden_size),
@@ -208,7 +208,7 @@ def _read_num_rescored_tokens(files: HeadFiles, fields: JsonFields) -> int:
     return fields.integer("selector_top_k", 16, maximum=_MAX_RESCORED_TOKENS)
 
 
-def _read_markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
+def _read_markov_head_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
     if "markov_head.markov_w1.weight" not in files.tensors:
         return None
     name = str(fields.values.get("markov_head_type", "vanilla"))

@@ -20,7 +20,7 @@ from paceline.models.weights import AnyTensor, Weights, take_rows
 
 _NESTED_PREFIX = re.compile(r"^medusa_heads?\.")
 _INDEX_PATTERN = "([0-9]{1,6})"  # index of a head or block; more digits only occur in damaged files
-_MAX_UNCHECKED_BLOCKS = 1024  # if the indices in tensor names imply more blocks, the file must have at least half as many tensors
+_MAX_UNCHECKED_BLOCKS = 1024  # of more blocks than this (heads x blocks of a head), the file must hold at least half
 _ORIGINAL_TENSOR_PATTERN = re.compile(rf"{_INDEX_PATTERN}\.{_INDEX_PATTERN}\.(linear\.)?(weight|bias)")  # formats (1) to (3)
 _VLLM_BLOCK_PATTERN = re.compile(rf"blocks\.{_INDEX_PATTERN}\.layers\.{_INDEX_PATTERN}\.(weight|bias)")
 _VLLM_LM_HEAD_PATTERN = re.compile(rf"lm_heads\.{_INDEX_PATTERN}\.weight")
@@ -95,7 +95,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         num_lm_head_rows,
         token_map,
         None if has_lm_heads else target.logit_soft_cap,
-        _num_heads_notice(files, names.num_heads),
+        _wrong_num_heads_notice(files, names.num_heads),
         not has_lm_heads,
     )
 
@@ -152,7 +152,7 @@ def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> 
     return num_lm_head_rows
 
 
-def _num_heads_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
+def _wrong_num_heads_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
     declared = files.config.get("medusa_num_heads", files.config.get("num_heads"))
     if not isinstance(declared, int) or declared == num_heads:
         return ()

@@ -86,7 +86,7 @@ class FeaturePairCache(HeadCache):
         count = min(len(token_ids), len(request.cached_sequence.block_table) * self.block_size - slots.end_slot)
         if count > 0:
             self._advance_end(request, slots, token_ids[:count])
-            # if the last committed token was run, all pending features are used up
+            # if this includes the last committed token, no features are left
             slots.pending_hidden_states = [] if slots.end_slot > slots.num_observed_positions else [slots.join_pending()[count:]]
 
     def num_pending_pairs(self, request: Request) -> int:

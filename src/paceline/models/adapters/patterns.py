@@ -19,8 +19,8 @@ _LM_HEAD = "lm_head"
 _LITERAL_PATTERN = re.compile(r"\^?[\w.-]{1,500}")
 _LAYER_INDEX_PATTERN = re.compile(r".*?\.[^.]*\.(\d{1,9})\.")
 _MAX_PATTERN_CHARS = 200_000
-_TIMEOUT_S = 10.0
-_MAX_MEMORY_BYTES = 1 << 30
+_MATCHING_TIMEOUT_S = 10.0
+_MAX_MATCHING_BYTES = 1 << 30
 _MATCH_FUNCTION_NAME = "paceline.models.adapters.patterns:match_patterns"  # the separate process calls this function
 
 
@@ -107,11 +107,13 @@ def _match_in_process(patterns: Sequence[str], names: Sequence[str], path: Path)
     if sum(map(len, patterns)) > _MAX_PATTERN_CHARS:
         raise CheckpointError(f"{path} holds regular expressions of more than {_MAX_PATTERN_CHARS} characters: name the modules one by one")
     try:
-        matches: list[list[bool]] = run(_MATCH_FUNCTION_NAME, json.dumps([patterns, names]), Limits(_TIMEOUT_S, _MAX_MEMORY_BYTES))
+        matches: list[list[bool]] = run(
+            _MATCH_FUNCTION_NAME, json.dumps([patterns, names]), Limits(_MATCHING_TIMEOUT_S, _MAX_MATCHING_BYTES)
+        )
     except IsolatedError as error:
         if error.failure is Failure.TIME:
             raise CheckpointError(
-                f"{path}: matching {shown} with the modules' names takes longer than {_TIMEOUT_S:g} s: name the modules one by one"
+                f"{path}: matching {shown} with the modules' names takes longer than {_MATCHING_TIMEOUT_S:g} s: name the modules one by one"
             ) from None
         text = f"{path}: {shown} cannot be used as regular expressions ({str(error)[:300]}): name the modules one by one"
         raise CheckpointError(text) from None

@@ -73,7 +73,7 @@ def read_float16_as_float32(blocks: Bytes, start: int = 0) -> NDArray[np.float32
 
 
 def _read_nibbles(values: Bytes) -> NDArray[np.float32]:
-    """Return the low and then the high four bits of each byte, [n, 2 * w] from [n, w]."""
+    """Return the low and the high four bits of the first byte, then those of the second, and so on: [n, 2 * w] from [n, w]."""
     return np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=2).reshape(len(values), -1).astype(np.float32)
 
 

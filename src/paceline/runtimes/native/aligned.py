@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 _CACHE_LINE_BYTES = 64
 _ARENA_BYTES = 1 << 27  # size of an allocation of an `Arena`; its pages take memory only once they are written
 _NUMPY_HUGE_PAGE_BYTES = 1 << 22  # for arrays of at least this size, numpy requests huge pages
-_EMPTY_BUFFER = c_char * 0
+_NO_BYTES = c_char * 0  # type that is placed over an array to get its address
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -35,7 +35,7 @@ def _align(memory: NDArray[np.uint8], shape: tuple[int, ...], dtype: DTypeLike) 
 
 def address_of(array: NDArray[Any]) -> int:
     """Return the address of a contiguous writable array. Takes a third of the time of `array.ctypes.data`."""
-    return addressof(_EMPTY_BUFFER.from_buffer(array))  # type: ignore[arg-type]  # numpy does not declare its buffer
+    return addressof(_NO_BYTES.from_buffer(array))  # type: ignore[arg-type]  # numpy does not declare its buffer
 
 
 class Arena:

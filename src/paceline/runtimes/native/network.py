@@ -422,7 +422,7 @@ class NativeClassifier(Classifier):
         self._execution = Execution(ops, widths, num_threads=num_threads)
         self._input, self._result, self._width = buffers[hidden_states.index], buffers[value.index], value.width
 
-    def logits(self, hidden_states: FloatArray) -> FloatArray:
+    def logits(self, hidden_states: FloatArray) -> FloatArray:  # of the scalings
         num_rows = len(hidden_states)
         self._execution.reserve_rows(num_rows)
         self._execution.buffer_rows(self._input, num_rows)[...] = hidden_states

@@ -125,7 +125,7 @@ class Operation(Structure):
 
 
 def _operation(code: str, fields: str, *, inputs: str, outputs: str = "out") -> type[Operation]:
-    """Return the class of a kind of operation, see `Operation`."""
+    """Return a subclass of `Operation`. `code` is a name of `OperationCode`, the other strings are lists of field names."""
     own = {"CODE": OperationCode[code], "INPUTS": inputs.split(), "OUTPUTS": outputs.split(), "_fields_": _fields(fields)}
     return type(code, (Operation,), own)
 

@@ -174,7 +174,7 @@ class UniqueItemsState:
         """Parse a byte outside of strings and scalars."""
         if byte == _COMMA:
             is_array = self._open[-1].is_array
-            self._update_innermost_array_or_object(index=self._open[-1].index + is_array)
+            self._change_innermost_array_or_object(index=self._open[-1].index + is_array)
             self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
         elif byte == _COLON:
             self._state = _ParserState.BEFORE_VALUE
@@ -188,7 +188,7 @@ class UniqueItemsState:
 
     def _begin_value(self, position: int, byte: int) -> None:
         if self._open and self._open[-1].is_array:
-            self._update_innermost_array_or_object(item_start=position)
+            self._change_innermost_array_or_object(item_start=position)
         if byte in (_OPEN_LIST, _OPEN_OBJECT):
             is_array = byte == _OPEN_LIST
             self._open = (*self._open, self._schema.open_array_or_object(self._open[-1] if self._open else None, is_array=is_array))
@@ -200,7 +200,7 @@ class UniqueItemsState:
 
     def _end_string(self, end_position: int) -> None:
         if self._is_key:
-            self._update_innermost_array_or_object(key=str(json.loads(self._text[self._string_start : end_position])))
+            self._change_innermost_array_or_object(key=str(json.loads(self._text[self._string_start : end_position])))
             self._state = _ParserState.AFTER_VALUE
         else:
             self._end_value(end_position)
@@ -212,9 +212,9 @@ class UniqueItemsState:
             return
         item = canonical_json(json.loads(self._text[top.item_start : end_position]))
         self.has_duplicate |= item in top.items
-        self._update_innermost_array_or_object(items=top.items | {item})
+        self._change_innermost_array_or_object(items=top.items | {item})
 
-    def _update_innermost_array_or_object(self, **changes: Any) -> None:  # `changes`: new values of attributes
+    def _change_innermost_array_or_object(self, **changes: Any) -> None:  # `changes`: new values of attributes
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _must_repeat(self) -> bool:
