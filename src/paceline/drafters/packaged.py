@@ -43,7 +43,7 @@ def find_packaged_drafter(target: Path, directory: Path | None = None) -> Path |
 
 
 def describe_target(target: Path) -> dict[str, object]:
-    """Return the contents of `target.json` for a target."""
+    """Return what identifies the target of a packaged head: sizes, and a hash of the final norm. It is stored as `target.json`."""
     config = read_model_config(target)
     return {"sizes": _model_sizes(config), "final_norm_sha256": final_norm_hash(target, config)}
 

@@ -143,7 +143,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def unregister(self, block: int) -> None:
-        """Remove `block` from the index, if it is indexed. An idle block stays free."""
+        """Remove `block` from the index, if it is there. A block that no sequence owns stays free."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash.digest]

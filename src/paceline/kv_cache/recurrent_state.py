@@ -153,7 +153,7 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._all_states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return the state update of the pass whose rows are reserved. If the pass is repeated, rows that it has applied are left out."""
+        """Return the state update of the pass whose rows are reserved. If it runs a second time, rows that it has applied are left out."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
         saves = [(end - sequence.length, state) for end, state in sequence.states_to_save]

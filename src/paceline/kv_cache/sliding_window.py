@@ -38,7 +38,7 @@ def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, b
 
 @dataclass(slots=True)
 class _BlockTable:
-    """The blocks of one sequence. It owns those with an index in [first, end); blocks before `first` have left the window."""
+    """The blocks of one sequence. It owns `blocks[first:end]`; those before `first` have left the window."""
 
     first: int = 0
     end: int = 0

@@ -412,7 +412,7 @@ class BlockConvolution:
     """
 
     kernel_size: int
-    group_size: int
+    group_size: int  # columns that share `kernels`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

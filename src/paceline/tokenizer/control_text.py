@@ -58,7 +58,7 @@ class ControlTokenEscaper:
         placeholders = _Placeholders(self._used_chars, [value, *other_texts])
         if self._pattern is None:
             return EscapedValue(value, placeholders, contains_control_text=False)
-        parts = [self._escape_copy(one, placeholders, tuple((exempt_texts or {}).get(index, ()))) for index, one in enumerate(value)]
+        parts = [self._escaped_copy(one, placeholders, tuple((exempt_texts or {}).get(index, ()))) for index, one in enumerate(value)]
         return EscapedValue(parts, placeholders, contains_control_text=bool(placeholders.by_character) or self._has_lookalikes(value))
 
     def encode(self, escaped: "EscapedValue", text: str) -> list[int]:
@@ -129,15 +129,15 @@ class ControlTokenEscaper:
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library_tokenizer.token_to_id(piece)}
 
-    def _escape_copy(self, value: Any, placeholders: "_Placeholders", exempt: Sequence[str]) -> Any:
+    def _escaped_copy(self, value: Any, placeholders: "_Placeholders", exempt: Sequence[str]) -> Any:  # exempt: texts left as they are
         if isinstance(value, str):
             return self._escape_text(value, placeholders, exempt)
         if isinstance(value, Mapping):
             return {
-                self._escape_copy(key, placeholders, exempt): self._escape_copy(one, placeholders, exempt) for key, one in value.items()
+                self._escaped_copy(key, placeholders, exempt): self._escaped_copy(one, placeholders, exempt) for key, one in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self._escape_copy(one, placeholders, exempt) for one in value]
+            return [self._escaped_copy(one, placeholders, exempt) for one in value]
         return value
 
     def _escape_text(self, text: str, placeholders: "_Placeholders", exempt: Sequence[str]) -> str:

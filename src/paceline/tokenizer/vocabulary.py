@@ -17,8 +17,8 @@ MIN_SAMPLE_COVERAGE = 0.8
 """Ids are mapped if the draft model has at least this share of the target's tokens of a sample text. Else drafts are decoded to text and
 encoded again. Measured on the mini model with shares from 58 to 83 %: mapped drafts are accepted at least as often."""
 MIN_SHARED_PIECE_SHARE = 0.5  # minimum of `shared_piece_share` for mapping ids, if `sample_coverage` is None
-MIN_SPELLABLE_SHARE = 0.5  # draft models that can spell a smaller share of the target's pieces are rejected
-_MAX_SPELLED_PIECES = 4096  # pieces of the target that are tried to be spelled with those of the draft model
+MIN_SPELLABLE_SHARE = 0.5  # a draft model must be able to encode this share of the target's tokens with its own
+_MAX_SPELLED_PIECES = 4096  # tokens of the target for which this is tested
 
 SAMPLE_TEXT = """\
 The miller's daughter had walked for seven days before she reached the town. "Is there anyone here," she asked, "who could \

@@ -44,7 +44,7 @@ def _cohere2_layers(builder: LayerBuilder) -> Layers:
     return _cohere_layers(builder, is_sliding=is_sliding, has_rope=[sliding and has_window for sliding in is_sliding])
 
 
-def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _cohere_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:  # as fields of a config.json
     return {"logit_scale": fields.number("logit_scale")}
 
 

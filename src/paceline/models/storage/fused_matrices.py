@@ -25,7 +25,7 @@ RowsByMatrix = Mapping[str, RowSelection]
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, RowsByMatrix]:
     """Return the fused matrices of a layer by checkpoint name, with the rows of each part. `fused_projections` are not included."""
-    mixers = (item for mixer in layer.mixers for item in _fused_in_mixer(mixer, family).items())
+    mixers = (item for mixer in layer.mixers for item in _fused_matrices_of_mixer(mixer, family).items())
     return {**dict(mixers), **_fused_in_mlp(layer.mlp, family)}
 
 
@@ -69,12 +69,12 @@ def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, slice]:
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[str, RowsByMatrix]:
+def _fused_matrices_of_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[str, RowsByMatrix]:
     if isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
         if mixer.latent is not None:
-            return _fused_in_latent_attention(mixer, mixer.latent)
+            return _fused_matrices_of_latent_attention(mixer, mixer.latent)
         if mixer.gate is not AttentionGate.VALUE or "attention_gate" in family.module_names:  # no gate, or a separate matrix
             return {}
         heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
@@ -86,7 +86,7 @@ def _fused_in_mixer(mixer: AttentionConfig | Recurrent, family: Family) -> dict[
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
 
 
-def _fused_in_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, RowsByMatrix]:
+def _fused_matrices_of_latent_attention(mixer: AttentionConfig, latent: LatentProjections) -> dict[str, RowsByMatrix]:
     """Return the fused matrices of multi-head latent attention, with the rows of each part.
 
     Rotary pairs, which are interleaved in checkpoints, become (j, j + rotary_size / 2). The network transposes `k_up.{head}`.

@@ -162,7 +162,7 @@ class NativeOps:
         return tuple(outs)
 
     def record_block_max(self, logits: Value) -> Value | None:
-        """Make the product that computes `logits` also compute block maxima; return them, or None if several products compute `logits`."""
+        """Make the product that computes `logits` also return the maximum of every BLOCK_COLUMNS; None if it is not one product."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
                 block_max = self.new_value(-(-logits.width // BLOCK_COLUMNS), logits.rows)

@@ -59,7 +59,7 @@ def masked_attention(
 
 
 class RangeAttention:
-    """Attention that computes one range after another: gather the cache blocks of the range, then masked attention."""
+    """Attention that computes the rows of one sequence after another: gather the cache blocks of the range, then masked attention."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
