@@ -66,8 +66,6 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command of paceline."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments.
 

@@ -50,7 +50,6 @@ class SuffixAutomaton:
         self._counted_len: int = 0
 
     def append(self, token_id: int) -> None:
-        """Append one token to the text."""
         nexts, links, lengths = self._next, self._link, self._length
         self.size += 1
         state, new_state = self._last, len(lengths)

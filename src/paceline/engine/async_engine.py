@@ -224,7 +224,6 @@ class AsyncEngine:
                 self._worker.abort_requests(listeners)
 
     async def _run_in_engine_thread(self, function: Callable[[], ResultT]) -> ResultT:
-        """Run a function in the engine's thread and return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ResultT] = loop.create_future()
 

@@ -98,7 +98,6 @@ class ChatOutputParser:
 
     @classmethod
     def for_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
-        """Return the parser for the outputs of a prompt."""
         if prompt.uses_generic_tools:
             formats = replace(formats, tool_call_parser=GENERIC)
         tail = tokenizer.decode(prompt.token_ids[-_NUM_PROMPT_TAIL_TOKENS:], skip_special_tokens=False)

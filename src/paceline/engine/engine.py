@@ -76,7 +76,6 @@ class EngineStats:
         return {**asdict(self), "speculation": self.speculation.as_dict()}
 
     def count_request(self, request: EngineRequest) -> None:
-        """Count a request that has ended."""
         if request.error is not None:
             self.num_failed += 1
             return

@@ -250,7 +250,6 @@ class InputProcessor:
         )
 
     def make_output(self, request: EngineRequest, *, numerics: str, drafter: str) -> RequestOutput:
-        """Return the output of a finished request."""
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
         return RequestOutput(
@@ -344,7 +343,6 @@ def _check_token_ids(ids: Sequence[int], name: str, vocab_size: int) -> None:
 
 
 def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:
-    """Return the adapter name of each prompt."""
     per_prompt: Sequence[object] = adapter if isinstance(adapter, list | tuple) else [adapter] * num_prompts
     names = [name for name in per_prompt if isinstance(name, str | None)]
     if len(per_prompt) != num_prompts or len(names) != num_prompts:

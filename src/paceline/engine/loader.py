@@ -123,7 +123,6 @@ class LoadedEngine:
         return self.input_processor.make_chunk(request, num_sent, self.make_output(request) if request.is_finished else None)
 
     def make_output(self, request: EngineRequest) -> RequestOutput:
-        """Return the output of a finished request."""
         drafter = request.drafter or self.drafter_name if request.is_speculative else "none"
         return self.input_processor.make_output(request, numerics=self.numerics, drafter=drafter)
 

@@ -161,7 +161,6 @@ class Scheduler:
         self._num_arrived = 0
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request."""
         self._infos[request] = _RequestInfo(self._num_arrived)
         self._num_arrived += 1
         self._enqueue(request)

@@ -122,7 +122,6 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """All text of the reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     @property
@@ -202,14 +201,12 @@ class EventSink:
             self._events.append(Text(text))
 
     def reasoning(self, text: str) -> None:
-        """Add to the reasoning."""
         if text:
             self._pass_arguments()
             self._events.append(Reasoning(text))
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools in the prompt."""
         return self._tools.keys()
 
     def schema_of(self, name: str) -> Mapping[str, Any] | None:

@@ -76,7 +76,6 @@ class ReasoningReader:
 
 
 def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Drop a mark from the text."""
     yield from ()
 
 

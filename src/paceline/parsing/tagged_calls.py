@@ -289,7 +289,6 @@ class TaggedValues:
         return mark is not None
 
     def _ends_value(self, tag: str, position: int, begin: int) -> Parse[bool]:
-        """Return whether the tag at `position` ends the value that begins at `begin`."""
         if position < self._text_until:
             return False
         if tag == self._markup.parameter_end:

@@ -29,8 +29,6 @@ class Tool:
 
 
 class ToolUse(Enum):
-    """Whether tools are called."""
-
     NONE = "none"  # the prompt has no tools
     AUTO = "auto"  # the model decides
     REQUIRED = "required"  # at least one call; `ChatRequest.tool_name` may name the tool

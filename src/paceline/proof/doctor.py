@@ -85,7 +85,6 @@ class AdapterDiagnosis:
 
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
-        """Return the facts of an adapter."""
         arrays = [array for one in adapter.low_rank_updates.values() for array in (one.lora_a, one.lora_b)]
         arrays += [*adapter.biases.values(), *adapter.replacements.values()]
         mixture = adapter.mixture

@@ -48,7 +48,6 @@ class TokenProbs:
         return not self.probs[index:].any()
 
     def prob(self, token_id: int) -> float:
-        """Return the probability of one token."""
         index = self._index_of(token_id)
         return 0 if index is None else self.probs[index]
 

@@ -195,7 +195,6 @@ def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool, tex
 
 
 def chunk_origins(chunk: StreamChunk, texts: TokenTexts | None = None) -> dict[str, Any]:
-    """Return the origins of the tokens of one stream chunk."""
     return {"speculation": _origins(chunk.token_ids, chunk.origins, chunk.steps or None, texts)}
 
 

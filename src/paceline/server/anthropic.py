@@ -131,8 +131,6 @@ class ConversationFields(SamplingFields, at=("messages", "")):
 
 
 class MessagesFields(ConversationFields):
-    """The body of `/v1/messages`."""
-
     max_tokens: WholeNumber
     stop_sequences: FastList[str] | None = None
     stream: bool | None = None
@@ -307,7 +305,6 @@ class BlockWriter:
         self._kind = ""
 
     def objects_of(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The objects that stream an event."""
         if isinstance(event, Text):
             yield from self._begin("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": event.text})

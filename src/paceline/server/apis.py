@@ -19,7 +19,6 @@ _ANTHROPIC_TYPES = {
 
 
 def openai_error(error: HttpError) -> dict[str, Any]:
-    """OpenAI's object of an error."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.parameter, "code": error.code}}
 
 
@@ -57,7 +56,6 @@ class Api:
     names_type: bool = True
 
     def response(self, error: HttpError) -> JSONResponse:
-        """The answer that is an error."""
         return JSONResponse(self.error(error), error.status, error.headers)
 
     def error_event(self, error: HttpError) -> bytes:

@@ -85,7 +85,6 @@ def openai_routes(pool: ModelPool) -> APIRouter:
 
 
 def anthropic_routes(pool: ModelPool) -> APIRouter:
-    """The routes of Anthropic's messages."""
     router = APIRouter(tags=["anthropic"])
     add_answer_route(router, pool, "/v1/messages", MessagesFields, messages)
     add_json_route(router, pool, "/v1/messages/count_tokens", ConversationFields, count_tokens)

@@ -52,7 +52,6 @@ class Answer:
         return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name), "")
 
     async def body(self) -> bytes:
-        """Return the whole body."""
         return b"".join([part async for part in self.parts])
 
 

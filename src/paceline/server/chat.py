@@ -127,7 +127,6 @@ class Turns:
 
     @property
     def last(self) -> Mapping[str, Any] | None:
-        """The last turn."""
         return self._turns[-1] if self._turns else None
 
     def drop_last(self) -> None:
@@ -308,7 +307,6 @@ class _Turn:
         self.parser = ChatOutputParser(self.formats, tuple(self.request.offered_tools))
 
     def generation_request(self) -> GenerationRequest:
-        """Return the request for the engine."""
         options = RequestOptions(**self.request.options)
         if ids := self.parser.shown_token_ids(self.tokenizer):
             options["shown_token_ids"] = ids

@@ -35,7 +35,6 @@ class EngineSnapshot:
 
     @classmethod
     async def of(cls, engine: AsyncEngine, num_loads: int) -> "EngineSnapshot":
-        """Return the counters of a loaded engine."""
         stats, pool = await engine.stats(), engine.loaded.engine.cache.pool
         return cls(stats, engine.loaded.drafter_name, 1.0 - pool.num_free / pool.num_blocks, is_loaded=True, num_loads=num_loads)
 
@@ -100,7 +99,6 @@ class Metrics(Collector):
             self._adapters.labels(self._model, "0", adapter, output.finish_reason).inc()
 
     def text(self, snapshot: EngineSnapshot) -> str:
-        """Return the metrics as text."""
         self._snapshot = snapshot
         return generate_latest(self._registry).decode()
 

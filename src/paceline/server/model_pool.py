@@ -85,7 +85,6 @@ class ServedModel:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names of its adapters."""
         return tuple(self.engine.adapters) if self.service is None else self.service.engine.adapters
 
     @property
@@ -193,7 +192,6 @@ class ModelPool:
 
     @property
     def model(self) -> str:
-        """The names of the models."""
         return ", ".join(model.name for model in self.models)
 
     @property

@@ -46,7 +46,6 @@ class DetokenizeFields(Fields, at=("tokenize", "detokenize")):
 
 
 def model_routes(pool: ModelPool) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["openai"])
     started_s = int(time.time())
 

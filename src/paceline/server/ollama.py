@@ -147,7 +147,6 @@ class ShowFields(Fields, at=("ollama", "show")):
 
 
 def ollama_routes(pool: ModelPool) -> APIRouter:
-    """The routes of Ollama's API."""
     router = APIRouter(tags=["ollama"])
     started = _now()
 
@@ -182,7 +181,6 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
 
 
 def chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
-    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     if not fields.messages:
         return _loaded(adapter or service.model, EMPTY_CHAT)

@@ -42,7 +42,6 @@ class ContentPart(Fields, at=("chat", "messages[].content[]")):
 
     @property
     def reasoning_text(self) -> str:
-        """Its reasoning."""
         if isinstance(self.thinking, list):
             return "".join(part.text or "" for part in self.thinking)
         return self.thinking or self.reasoning or self.text or ""
@@ -84,7 +83,6 @@ class Message(Fields, at=("chat", "messages[]")):
 
     @property
     def reasoning_texts(self) -> str:
-        """Reasoning in its content."""
         parts = [] if isinstance(self.content, str) else self.content or []
         return "".join(part.reasoning_text for part in parts if part.is_reasoning)
 

@@ -314,7 +314,6 @@ class ItemWriter:
         self._text = ""
 
     def objects_of(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The objects that stream an event."""
         if isinstance(event, Text):
             yield from self._begin("message", {"role": "assistant", "content": []})
             yield self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
@@ -373,7 +372,6 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def items_of(answer: Answer) -> list[dict[str, Any]]:
-    """The items of a whole answer."""
     writer = ItemWriter()
     for event in (*_events(answer), Finished(answer.output, answer.finish_reason)):
         deque(writer.objects_of(event), maxlen=0)

@@ -166,7 +166,6 @@ class RequestState(Generic[StateT]):
     __slots__ = ()
 
     def get(self, request: Request) -> StateT | None:
-        """Return the state of a request, or None."""
         state: StateT | None = request.drafter_states.get(self)
         return state
 

@@ -91,7 +91,6 @@ class RejectionSampler:
         self._token_ids: list[int] = []
 
     def verify(self) -> VerifyResult:
-        """Verify the tree."""
         length = self._block_length() if self._tree.draft_sampling is DraftSampling.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:

@@ -146,11 +146,9 @@ class DraftTree:
         return self.depths[-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the child of `node` with this token, or None."""
         return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def children(self, node: int) -> Sequence[int]:
-        """Return the children of `node`, in order."""
         count = len(self.parents)
         if isinstance(self.parents, range):  # a chain
             return range(node + 1, min(node + 2, count))

@@ -105,7 +105,6 @@ class VocabularyComparison:
 
 
 def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
-    """Compare the vocabularies of two tokenizers."""
     return compare_pieces(pieces_of(target), pieces_of(draft), sample_ids=target.encode(SAMPLE_TEXT, add_special_tokens=False))
 
 

@@ -153,7 +153,6 @@ def chat_token_ids(loaded: LoadedEngine, messages: Sequence[Mapping[str, Any]]) 
 
 
 def _messages_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """Return the conversation of a record; None if it has none."""
     messages = record.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
         return messages

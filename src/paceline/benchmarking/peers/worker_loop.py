@@ -38,8 +38,6 @@ class Generated:
 
 
 class OpenModel(Protocol):
-    """A model in a worker."""
-
     def facts(self) -> dict[str, Any]:
         """Return additional fields for the reply to the first line."""
 

@@ -43,8 +43,6 @@ class MedusaHeads:
 
 @dataclass(frozen=True, slots=True)
 class _TensorNames:
-    """Names of tensors in the files."""
-
     blocks: Mapping[tuple[int, int, str], str]  # (head, block, "weight" or "bias") -> name of the tensor
     lm_heads: Mapping[int, str]  # head -> name of its lm_head
     shared_lm_head: str | None  # name of the lm_head of all heads; None if the files have none

@@ -52,7 +52,6 @@ class StoredBlocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (N, K)."""
         num_rows = len(self.raw if self.row_order is None else self.row_order)
         return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
 

@@ -92,7 +92,6 @@ class GgufFields:
         return first
 
     def has_tensor(self, name: str) -> bool:
-        """Return whether the file has a tensor with this name."""
         return name in self.file.tensors
 
     def has_in_any_block(self, name: str, num_blocks: int) -> bool:

@@ -48,7 +48,6 @@ class CaseOutcome:
 
     @property
     def findings(self) -> list[Finding]:
-        """All differences."""
         return [one for one in (*(answered.finding for answered in self.answered), self.raised) if one is not None]
 
 

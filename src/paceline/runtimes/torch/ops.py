@@ -313,7 +313,6 @@ def scaled_embeddings(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def _split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return x [T, heads * D] as [T, heads, D]."""
     return x.reshape(len(x), num_heads, -1)
 
 

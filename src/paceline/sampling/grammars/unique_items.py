@@ -39,8 +39,6 @@ class _ParserState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _ArrayOrObject:
-    """An unfinished array or object."""
-
     schemas: Schemas  # schemas that may apply to the array or object
     is_array: bool
     index: int = 0  # index of an array's current item

@@ -148,8 +148,6 @@ async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, pl
 async def answer_lines(
     app: ASGIApp, lines: Iterator[BatchLine], num_at_once: int, output: OutputFile, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer lines, `num_at_once` at a time."""
-
     async def work() -> None:
         for line in lines:  # shared: each is taken by one
             output.append(await answer_line(app, line))
