@@ -216,7 +216,7 @@ def _estimate_drawn_prob(best_prob: float) -> float:
 
 
 def _add_siblings(first_token: int, prob_by_token: Mapping[int, float], width: int, *, is_greedy: bool) -> DraftTokens:
-    """Return `first_token` and its most probable siblings. If it was drawn with the target's noise, its probability is underestimated."""
+    """Return `first_token` and its most probable siblings. If the target's noise chose it, `MIN_COUPLED_PROB` is its least probability."""
     first_prob = prob_by_token.get(first_token, 0.0)
     if not is_greedy:
         first_prob = max(first_prob, MIN_COUPLED_PROB)
