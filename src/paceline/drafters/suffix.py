@@ -46,7 +46,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._count, self._last_end = [-1], [0], [0], [0]
         self._last = 0
-        self._counted_state: int = 0  # state of the last max_match + 1 tokens of the text, whose occurrences have been counted
+        self._counted_state: int = 0  # state of the longest suffix of the text, up to max_match + 1 tokens, that is counted
         self._counted_len: int = 0
 
     def append(self, token_id: int) -> None:

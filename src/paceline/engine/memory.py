@@ -28,7 +28,7 @@ DEFAULT_TOKENS_PER_SEQUENCE = 2048
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # for draft tokens after the last token of a request
 _REPLAY_RECORDS_PER_SEQUENCE = 32  # maximum rows, in a draft tree and just before it, whose recurrent updates are recorded for replay
-_MAX_CHECKPOINTS = 64
+_MAX_CHECKPOINTS = 64  # recurrent states kept for reuse, of all sequences together
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ class RecurrentStateCache(LayerCache):
             yield from (state for _, state in sequence.states_to_save)
 
     def _finish_pass(self, sequence: _SequenceState) -> None:
-        """If the pass has run, free the records of the rows that it applied to the state, and store the states that it saved."""
+        """If the pass has run, free the records of the rows that it applied, and store the states that it wrote as checkpoints."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
             count, sequence.num_applied_rows = sequence.num_applied_rows, 0

@@ -325,7 +325,7 @@ class ExpertRouting:
     """How experts are selected for a token: those with the highest scores; of equal scores the first. Their weighted outputs are added.
 
     Attributes:
-        bias: the router has a bias.
+        has_router_bias: the linear layer that computes the scores has a bias.
         has_normalized_weights: weights are scores / (sum of selected scores + `weight_sum_epsilon`). False = weights are the scores.
         routed_scaling_factor: all weights are multiplied by it.
         num_expert_groups, num_selected_groups, top_scores_per_group: experts are divided into groups, and a group's score is the sum of
@@ -339,7 +339,7 @@ class ExpertRouting:
     num_experts: int
     num_experts_per_token: int
     scoring: RouterScoring = RouterScoring.SOFTMAX
-    bias: bool = False
+    has_router_bias: bool = False
     has_normalized_weights: bool = True
     weight_sum_epsilon: float = 0.0
     routed_scaling_factor: float = 1.0

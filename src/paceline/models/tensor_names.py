@@ -162,7 +162,7 @@ def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple
 
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     routing = mlp.routing
-    shapes = _projection_shapes({"router": (routing.num_experts, hidden, routing.bias)})
+    shapes = _projection_shapes({"router": (routing.num_experts, hidden, routing.has_router_bias)})
     if routing.has_correction_bias:
         shapes["router.correction"] = (routing.num_experts,)
     if routing.has_expert_scales:

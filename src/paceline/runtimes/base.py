@@ -331,7 +331,7 @@ class Network(ABC):
 
 
 class ForwardInputs(NamedTuple):
-    """The arguments of `Network.forward` for a language model, see `assemble_pass`."""
+    """The arguments of `Network.forward` for a language model, see `assemble_pass`. `inputs` has token ids by the name of the input."""
 
     inputs: Mapping[str, IntArray]
     batch: ForwardBatch

@@ -197,7 +197,7 @@ class Tokenizer:
             return True
         key = (self.template_source(has_tools=has_tools), tuple(texts))
         if key not in self._rendered:
-            self._rendered[key] = _is_rendered(template, texts, messages)
+            self._rendered[key] = _renders_texts(template, texts, messages)
         return self._rendered[key]
 
     def check_chat_template(self) -> None:
@@ -250,7 +250,7 @@ class Tokenizer:
         return IncrementalDetokenizer(self, shown_token_ids)
 
 
-def _is_rendered(template: ChatTemplate, texts: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
+def _renders_texts(template: ChatTemplate, texts: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
     try:
         rendered = template.render(messages, add_generation_prompt=True)
         return all(text in rendered for text in texts)

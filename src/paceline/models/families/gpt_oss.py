@@ -16,7 +16,7 @@ def _gpt_oss_layers(builder: LayerBuilder) -> Layers:
     activation = ClampedSwiGLU(fields.positive_number("swiglu_alpha"), fields.positive_number("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.integer("intermediate_size"), activation=activation, bias=True)
     routing = builder.routing(count_fields=("num_experts_per_tok", "experts_per_token"))
-    experts = ExpertMLP(routing=replace(routing, has_normalized_weights=True, bias=True), expert=expert)
+    experts = ExpertMLP(routing=replace(routing, has_normalized_weights=True, has_router_bias=True), expert=expert)
     attention = builder.attention(bias=fields.flag("attention_bias", default=True), has_sinks=True)
     return builder.layers(attention, experts, is_sliding=builder.sliding_layers(2))
 

@@ -313,7 +313,7 @@ def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
 
 
 def _half_split_row_order(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> StoredIndexFunction | None:
-    """Return the row order of a q or k projection in a file with interleaved rotary embeddings; None for other modules."""
+    """Return the order that converts rows of q or k from interleaved to half-split rotary embeddings; None for other modules."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
     return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))

@@ -45,9 +45,9 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 # constants of SplitMix64 (`sampling/noise.py`) as int64: int64 products wrap around like uint64 products
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
+_SPLITMIX_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_SPLITMIX_FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SPLITMIX_FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class TorchOps:
@@ -378,14 +378,14 @@ def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _gumbel_scores(scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return score - log(E) [R, V] in float64, where E is exponential noise from the key of each row (`sampling/noise.py`)."""
-    mixed = _splitmix64(keys[:, None] + (ids >> 1) * _GAMMA)
+    mixed = _splitmix64(keys[:, None] + (ids >> 1) * _SPLITMIX_GAMMA)
     bits = (mixed >> ((ids & 1) << 5)) & 0xFFFFFFFF
     return scores.double() - torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
 
 
 def _splitmix64(state: torch.Tensor) -> torch.Tensor:
-    state = (state ^ _logical_shift(state, 30)) * _FACTOR_1
-    state = (state ^ _logical_shift(state, 27)) * _FACTOR_2
+    state = (state ^ _logical_shift(state, 30)) * _SPLITMIX_FACTOR_1
+    state = (state ^ _logical_shift(state, 27)) * _SPLITMIX_FACTOR_2
     return state ^ _logical_shift(state, 31)
 
 
