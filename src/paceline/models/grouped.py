@@ -18,7 +18,7 @@ Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 _HALF_SUPER_BLOCK_COLUMNS = SUPER_BLOCK_COLUMNS // 2
 _HALF_SUPER_BLOCK_RUNS = _HALF_SUPER_BLOCK_COLUMNS // RUN_COLUMNS
 _SCALE_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
-"""By (bits of a code, has minimums): bytes for each float16 scale (and minimum) of a super-block, and for its 4- to 8-bit factors."""
+"""By (bits of a code, has minimums): bytes of each float16 number in the scales of a super-block of the kernels, and bytes of the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from paceline.runtimes.base import FloatArray, ForwardBatch, Network
 
 Inputs = Mapping[str, NDArray[Any]]
 Scalings = Mapping[int, FloatArray]
-"""By adapter number: scalings [rows, layers * adapters] of the rows with this X-LoRA adapter of the mixture."""
+"""By adapter number: scalings [rows, L * K] of the rows with this X-LoRA adapter. L and K: see `XLoraMixture`."""
 
 
 class Classifier(ABC):
@@ -37,15 +37,15 @@ class Classifier(ABC):
 
     @abstractmethod
     def logits(self, hidden_states: Any) -> FloatArray:
-        """Return the classifier's output [rows, layers * adapters] for hidden states [rows, E] after the final norm."""
+        """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
 
     def constant_scalings(self, num_rows: int) -> FloatArray:
-        """Return the constant scalings [rows, layers * adapters] of the scaling pass."""
+        """Return the constant scalings [rows, L * K] of the scaling pass."""
         return np.full((num_rows, self._mixture.num_scaled_matrices * self._mixture.num_adapters), self.scaling_pass_value, np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # the caller of the pass reports rows with NaN or infinity
     def scalings(self, hidden_states: Any) -> FloatArray:
-        """Return the scalings [rows, layers * adapters] of the actual pass, from the hidden states of the scaling pass."""
+        """Return the scalings [rows, L * K] of the actual pass, from the hidden states of the scaling pass."""
         mixture, scalings = self._mixture, self.logits(hidden_states)
         num_rows, width = scalings.shape
         scalings = scalings.reshape(-1, mixture.num_scaled_matrices, mixture.num_adapters)

@@ -131,6 +131,8 @@ class ConversationFields(SamplingFields, at=("messages", "")):
 
 
 class MessagesFields(ConversationFields):
+    """The body of `/v1/messages`."""
+
     max_tokens: WholeNumber
     stop_sequences: FastList[str] | None = None
     stream: bool | None = None

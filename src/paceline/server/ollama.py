@@ -181,6 +181,7 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
 
 
 def chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+    """Answer a conversation."""
     adapter = service.adapter_of(fields.model)
     if not fields.messages:
         return _loaded(adapter or service.model, EMPTY_CHAT)

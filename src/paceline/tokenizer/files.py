@@ -63,7 +63,11 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
         templates = {"default": configured or (read_json(directory / "chat_template.json", TOKENIZER_BYTES) or {}).get("chat_template")}
     paths = {"default": directory / "chat_template.jinja"}
     folder = directory / _TEMPLATE_FOLDER
-    paths |= {name.removesuffix(".jinja"): folder / name for name in (list_directory(folder) if folder.is_dir() else ())}
+    paths |= {
+        name.removesuffix(".jinja"): folder / name
+        for name in (list_directory(folder) if folder.is_dir() else ())
+        if name.endswith(".jinja")
+    }
     for name, path in paths.items():
         source = _read_template(path)
         if source is not None:

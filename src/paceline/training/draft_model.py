@@ -158,4 +158,4 @@ def _differences(part: Any, usual: Any, prefix: str = "") -> Iterator[str]:
         if is_dataclass(usual_value):
             yield from _differences(value, usual_value, f"{prefix}{name}.")
         elif value != usual_value:
-            yield f"{prefix}{name} = {value.value if isinstance(value, Enum) else value}"
+            yield f"{prefix}{name}" if is_dataclass(value) else f"{prefix}{name} = {value.value if isinstance(value, Enum) else value}"

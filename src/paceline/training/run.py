@@ -70,6 +70,7 @@ def train(settings: TrainSettings, directory: Path, print_line: PrintLine, *, is
     tokenizer = Tokenizer.open(target)
     device = _device(settings.device)
     torch.set_num_threads(settings.threads or usable_processors())
+    is_new_run = not (directory / SETTINGS_FILE).exists()
     with write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         settings.write(directory)
@@ -78,7 +79,7 @@ def train(settings: TrainSettings, directory: Path, print_line: PrintLine, *, is
     try:
         data = record(settings, config, directory / DATA_FOLDER, print_line)
     except ConfigError:
-        if not (directory / DATA_FOLDER).exists():  # no prompt can be used: there is nothing to resume
+        if is_new_run and not (directory / DATA_FOLDER).exists():  # no prompt can be used: there is nothing to resume
             (directory / SETTINGS_FILE).unlink()
         raise
     weights = open_weights(target, config, num_threads=settings.threads or usable_processors())

@@ -19,7 +19,7 @@ from paceline.models.adapters.settings import AdapterSettings
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
-_ROUTER_SUFFIXES = (".gate", ".router", ".router.proj", ".router.layer")  # never selected, because newer versions of PEFT do not either
+_ROUTER_SUFFIXES = (".gate", ".router", ".router.proj", ".router.layer")  # may be missing: with newer transformers, PEFT adapts no routers
 
 
 class AdapterTargets:

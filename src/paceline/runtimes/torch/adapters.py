@@ -41,7 +41,7 @@ class TorchAdapter:
 
         Args:
             name: internal name of W.
-            scalings: [rows, layers * adapters] for X-LoRA; None for LoRA.
+            scalings: [rows, L * K] for X-LoRA; None for LoRA.
         """
         result = x @ self.replacements[name].T if name in self.replacements else y
         if name in self.low_rank:

@@ -292,7 +292,7 @@ def _choose_experts(
 
 
 def _mask_other_groups(selection_scores: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """Return scores with -inf outside the best groups, which have the largest sums of their `scores_per_group` largest scores."""
+    """Return scores with -inf outside the best groups, which have the largest sums of their `top_scores_per_group` largest scores."""
     groups = selection_scores.reshape(len(selection_scores), routing.num_expert_groups, -1)
     sums = groups.topk(min(routing.top_scores_per_group, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_selected_groups]

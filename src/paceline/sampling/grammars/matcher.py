@@ -49,7 +49,7 @@ class ReasoningSection:
 class GrammarMatcher:
     """Matches one request's output with its grammar. Implements `Constraint`.
 
-    The argument `path` of the methods is the draft tokens after the committed output. Where the grammar allows only one text, `mask` allows
+    The argument `path` of the methods is the draft tokens after the committed output. Where the grammar forces a text, `mask` allows
     only the tokenizer's own encoding of the text, but `num_allowed_tokens` any tokens that spell it.
 
     Raises:
@@ -132,7 +132,7 @@ class GrammarMatcher:
         return self.num_allowed_tokens(path) == len(path)
 
     def forced_tokens(self, path: Sequence[int]) -> list[int]:
-        """Return the tokens of the only text that the grammar allows after `path`, without end tokens; empty if it allows several."""
+        """Return the tokens of the text that must follow `path`, without end tokens; empty if the grammar forces none."""
         grammar_path = self._after_reasoning(path)
         if grammar_path is None or self._has_ended or self._move_to(grammar_path) < len(grammar_path):
             return []
