@@ -123,7 +123,7 @@ def test_training_without_readable_data_can_be_started_again(tmp_path: Path) -> 
 
 
 def test_draft_model_refusal_names_each_value_that_differs(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", "gemma3")
+    target = write_checkpoint(tmp_path / "target", "gemma3_text")
     with pytest.raises(ConfigError, match=r"has no embedding_scale = .*, norm_order = \w+, [a-z_., =\d]*activation = gelu_tanh: train"):
         train(TrainSettings(drafter="draft-model", model=str(target)), tmp_path / "drafter", print)
 
