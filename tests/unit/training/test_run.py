@@ -123,8 +123,10 @@ def test_training_without_readable_data_can_be_started_again(tmp_path: Path) -> 
 
 
 def test_draft_model_refusal_names_each_value_that_differs(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", "gemma3_text")
-    with pytest.raises(ConfigError, match=r"has no embedding_scale = .*, norm_order = \w+, [a-z_., =\d]*activation = gelu_tanh: train"):
+    rope = {f"{kind}_attention": {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full", 1e6), ("sliding", 1e4))}
+    layer_types = ["sliding_attention", "full_attention"]
+    target = write_checkpoint(tmp_path / "target", "gemma3_text", num_hidden_layers=2, layer_types=layer_types, rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"norm_order = sandwich, rope\.theta = 10000\.0, scale = 0\.0625, activation = gelu_tanh: train"):
         train(TrainSettings(drafter="draft-model", model=str(target)), tmp_path / "drafter", print)
 
 
