@@ -13,7 +13,7 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH_TOKENS = 3
 MAX_MATCH_TOKENS = 6
-MAX_COMPARED_OCCURRENCES = 256  # number of earlier occurrences of the last n-gram, latest first, of which the longest match is used
+MAX_COMPARED_OCCURRENCES = 256  # latest earlier occurrences of the last n-gram; the longest match among them is used
 
 
 class NgramIndex:

@@ -98,7 +98,7 @@ class BlockPool:
         return blocks
 
     def add_owner(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`, each of which must have an owner or be idle."""
+        """Add one owner to each of `blocks`. All of them must have an owner or be idle."""
         for block in blocks:
             if self._owners[block] == 0:
                 if block not in self._idle:

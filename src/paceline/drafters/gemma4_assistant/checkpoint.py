@@ -44,7 +44,7 @@ class VocabularyClusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    layers: ModelConfig  # sizes of the decoder layers, each of which attends to the keys and values of one target layer
+    layers: ModelConfig  # sizes of the decoder layers; each attends to the keys and values of one target layer
     target_hidden_size: int
     clusters: VocabularyClusters | None  # None = no clusters: logits of all tokens are computed
 
